@@ -26,7 +26,7 @@ METRICS = (
 
 
 class PreferenceLoss(NamedTuple):
-    """One row of LOSSES, the table of preference losses.
+    """A preference loss that `pref_loss: <name>` selects: one row of LOSSES.
 
     formula(responses, config): returns losses [P], or (losses, rewards of chosen, rewards of
     rejected) with detached rewards; or "module:function" in this package. responses:
@@ -74,7 +74,8 @@ _NO_PREFERENCE = ("use_weighting",)
 
 
 def _add_losses() -> None:
-    """Fill the table LOSSES with the formulas in part_dpo_losses."""
+    """Fill the table LOSSES with this package's preference losses. Their formulas are in
+    part_dpo_losses."""
 
     def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
         fields.setdefault("has_reference", True)
@@ -126,33 +127,33 @@ def has_reference(names: Iterable[str]) -> bool:
 
 @dataclass(kw_only=True)
 class PreferenceArguments(ArgumentGroup):
-    """Configuration keys of preference training."""
+    """Configuration keys of preference training, on pairs of a chosen and a rejected answer."""
 
     pref_loss: list[str] = arg(
         ["sigmoid"],
-        "stage dpo: losses of pairs, summed; sigmoid is DPO; configs/PREFERENCES.md lists them",
+        "stage dpo: preference losses, added up; sigmoid is DPO; configs/PREFERENCES.md lists all",
         choices=LOSSES,
     )
     pref_loss_weights: list[float] | None = optional(
-        "weight of each loss of pref_loss in their sum (None: 1)"
+        "weight of each loss in pref_loss (None: 1 each)"
     )
     pref_ftx: float = amount(
-        0.0, "weight of the sft term: the mean token loss of the chosen response"
+        0.0, "weight of an added SFT loss: the mean token loss of the chosen answer"
     )
-    dpo_label_smoothing: float = amount(0.0, "assumed fraction of swapped pairs", high=0.5)
-    simpo_gamma: float = amount(0.5, "simpo: margin of rewards between the answers")
-    cpo_alpha: float = amount(1.0, "cpo: weight of the loss of the chosen answers' tokens")
-    discopop_tau: float = arg(0.05, "discopop: temperature of the mix of its two losses", above=0)
+    dpo_label_smoothing: float = amount(0.0, "assumed fraction of wrong preferences", high=0.5)
+    simpo_gamma: float = amount(0.5, "simpo: margin between the rewards of chosen and rejected")
+    cpo_alpha: float = amount(1.0, "cpo: weight of the chosen answers' token loss")
+    discopop_tau: float = arg(0.05, "discopop: temperature of its sigmoids", above=0)
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
-        arg("reverse_kl", "divergence from the reference, for losses of log-ratio differences")
+        arg("reverse_kl", "f-DPO: divergence from the reference, in losses that read it")
     )
     f_alpha_divergence_coef: float = arg(
         0.5, "alpha of alpha_divergence: 1 is reverse_kl, 0 is forward_kl", low=-10, high=10
     )
     ld_alpha: float | None = amount(
-        None, "weight of an answer's tokens beyond the length of the other one (None: 1)", high=1
+        None, "LD-DPO: weight of tokens beyond the shorter answer's length (None: 1)", high=1
     )
-    use_weighting: bool = flag("WPO: pairs weigh by how likely the model is to give both answers")
+    use_weighting: bool = flag("WPO: weigh pairs by how likely the model is to give both answers")
 
 
 _KEYS = {item.name: item.name for item in fields(PreferenceArguments)}
@@ -203,7 +204,7 @@ def _describe_preferences(keys: Any) -> str:
 
 
 def _keys_of(names: Iterable[str]) -> set[str]:
-    """The configuration keys that these losses list as read."""
+    """The configuration keys that the named preference losses read, from the table LOSSES."""
     return {key for name in names for key in LOSSES[name].keys}
 
 

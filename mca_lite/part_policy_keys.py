@@ -20,50 +20,50 @@ def _check_loss(name: str) -> None:
 
 @dataclass(kw_only=True)
 class PolicyArguments(ArgumentGroup):
-    """Configuration keys of policy training.
+    """Configuration keys of policy training on answers that another program sampled.
 
     In the keys' help texts: the ratio is exp(new - old log-probability) of a token, or for gspo of
-    a whole answer (by the mean per token). The advantage is a column; if it is missing, it is
-    computed from the rewards of a group. The reference of kl_coef is the column ref_logprobs; if it
-    is missing, the model before training, or for adapters their base model. "opd" is on-policy
-    distillation from a teacher.
+    a whole answer (by the mean per token). The advantage is a column of the data; if it is missing,
+    it is computed from the rewards of a group of answers. The reference of the KL penalty is the
+    column ref_logprobs; if it is missing, the model before training, or for adapters their base
+    model. "opd" is on-policy distillation from a teacher.
     """
 
     policy_loss: str | None = optional(
         "stage policy: the loss of rollouts (None: grpo)", check=_check_loss
     )
-    clip_low: float = amount(0.2, "ratios are clipped at 1 - clip_low")
-    clip_high: float | None = amount(None, "and at 1 + clip_high (None: clip_low)")
+    clip_low: float = amount(0.2, "lower clipping bound of the ratio is 1 - clip_low")
+    clip_high: float | None = amount(None, "upper bound is 1 + clip_high (None: clip_low)")
     dual_clip: float | None = arg(
-        None, "bound of a term with a negative advantage, times the advantage", above=1
+        None, "loss of a token with advantage A < 0 is at most -dual_clip A", above=1
     )
-    delta: float | None = arg(None, "largest ratio of the unclipped term", above=0)
-    cispo_max: float | None = arg(None, "cispo: largest ratio", above=0)
-    tau_pos: float = arg(1.0, "sapo: steepness for positive advantages", above=0)
-    tau_neg: float = arg(1.05, "sapo: steepness for the others", above=0)
-    constant: float | None = arg(None, "dr_grpo: the tokens that an answer counts for", above=0)
-    kl_coef: float = amount(0.0, "weight of the distance to the reference: ref_logprobs, or the "
-                            "model before training, of adapters the one without them")  # fmt: skip
-    kl: Literal["k1", "k2", "k3"] = arg("k3", "estimate of that distance")
-    kl_unbiased: bool = flag("multiply that estimate by the token's ratio")
-    entropy_coef: float = arg(0.0, "weight of the entropy, which the loss loses")
+    delta: float | None = arg(None, "largest ratio in the unclipped term", above=0)
+    cispo_max: float | None = arg(None, "cispo: upper limit of the ratio", above=0)
+    tau_pos: float = arg(1.0, "sapo: steepness of the sigmoid, advantage > 0", above=0)
+    tau_neg: float = arg(1.05, "sapo: steepness of the sigmoid otherwise", above=0)
+    constant: float | None = arg(None, "dr_grpo: tokens per answer in the loss's divisor", above=0)
+    kl_coef: float = amount(0.0, "weight of the KL penalty; reference: ref_logprobs, or else the "
+                            "model before training (with adapters: without them)")  # fmt: skip
+    kl: Literal["k1", "k2", "k3"] = arg("k3", "estimator of the KL penalty")
+    kl_unbiased: bool = flag("multiply the KL estimate by the token's ratio")
+    entropy_coef: float = arg(0.0, "weight of the entropy bonus, subtracted from the loss")
     with_entropy: bool = arg(True, "log the entropy")
     temperature: float = arg(
-        1.0, "logits are divided by it, as in sampling; temperatures of records go first", above=0
+        1.0, "logits are divided by it, as in sampling; a record may have its own", above=0
     )
     teacher_coef: float = amount(1.0, "opd: weight of the teacher's log-ratio in the advantage")
     off_policy_max: float | None = optional(
-        "leave out answers with a negative advantage whose mean old - new log-probability is larger"
+        "leave out answers with a negative advantage and a larger mean old - new log-probability"
     )
     scale_rewards: bool = flag("divide a group's centred rewards by their standard deviation")
     sampler_correction: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
     ) = optional(
-        "weigh tokens by model / sampler: logprobs are the sampler's, old ones come from the model "
-        "before training (None: logprobs are the old ones)"
+        "importance weights model / sampler: logprobs are the sampler's, the old ones come "
+        "from the model before training (None: logprobs are the old ones)"
     )
-    sampler_max: float = arg(3.0, "sampler_correction: the largest weight", above=0)
-    sampler_min: float = amount(0.0, "sampler_correction: the smallest weight")
+    sampler_max: float = arg(3.0, "sampler_correction: upper limit of the weight", above=0)
+    sampler_min: float = amount(0.0, "sampler_correction: lower limit of the weight")
 
 
 _KEYS = {item.name: item.name for item in fields(PolicyArguments)} | {"policy_loss": "name"}

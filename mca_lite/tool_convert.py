@@ -46,7 +46,7 @@ _MORE_TEMPLATES = "additional_chat_templates"  # transformers' folder for named 
 
 
 def main(words: list[str]) -> int:
-    """Convert as the words say -> exit code."""
+    """Convert weights as the command line says -> exit code. Uses no GPU."""
     parser = parser_of("convert", __doc__)
     add = parser.add_argument
     add("src", metavar="SRC", help="a model or a checkpoint")
@@ -72,7 +72,8 @@ def _convert(options: Any) -> None:
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write `src` in the other format into `dst` -> a line to print.
+    """Convert a Hugging Face model into a checkpoint of this package, or a checkpoint into a
+    Hugging Face model, and write it to `dst` -> a line to print.
 
     Raises ValueError if dst is not empty, or if src has neither format or is damaged.
     """
@@ -104,13 +105,14 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
 
 def _run_of(folder: Path) -> Path:
-    """The output_dir of a run's checkpoint, which has the run's tokenizer; for other folders, the
-    folder."""
+    """The output_dir of the run that wrote a checkpoint folder, where the run's tokenizer is; any
+    other folder itself."""
     return folder.parent if folder.name.startswith(f"{CHECKPOINT_PREFIX}-") else folder
 
 
 def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
-    """Copy the files next to the weights from one folder, and the tokenizer's from another."""
+    """Copy the files that accompany weights: generation and processor files from folder `model`,
+    the tokenizer's from folder `tokenizer`."""
     copy_files(model, _NO_TOKENIZERS, dst)
     templates = [path.name for path in (tokenizer / _MORE_TEMPLATES).glob("*.jinja")]
     names = [f"{_MORE_TEMPLATES}/{name}" for name in sorted(templates)]
@@ -120,12 +122,12 @@ def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with an adapter merged into its weights into `dst` -> a
-    line to print.
+    """Merge a LoRA adapter into the weights of the Hugging Face model `src`, and write the result
+    to `dst` -> a line to print.
 
-    W + scale * B A is computed in float32 and stored in W's dtype; host memory holds one shard.
-    Raises ValueError if dst is not empty, if src is not such a model, or if the adapter is damaged
-    or belongs to another model.
+    W + scale * B A is computed in float32 and stored in W's dtype; host memory holds one file's
+    tensors. Raises ValueError if dst is not empty, if src is not such a model, or if the adapter is
+    damaged or belongs to another model.
     """
     _refuse_full(dst)
     resolve_folder(src)
@@ -159,7 +161,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
 
 def _config_of(folder: Path, adapter: Path | str | None) -> Any:
-    """A folder's transformers config, with a value head if the adapter trained one."""
+    """The transformers config of a model folder, with a value head added if the adapter has one."""
     from .model_config import add_value_head, load_hf_config
 
     config = load_hf_config(str(folder))
@@ -197,8 +199,8 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
 
 
 def _logits(folder: str, tokens: Any, vocab_size: int, adapter: str | None = None) -> Any:
-    """The logits of a folder's model in float32, with an adapter next to its weights if one is
-    given."""
+    """The logits of a folder's model for `tokens`, in float32; of a reward model, its scores.
+    adapter: a LoRA adapter to add unmerged."""
     import torch
 
     from .model import load_torch_model  # supports types that transformers lacks
@@ -230,8 +232,8 @@ def _refuse_full(dst: Path) -> None:
 
 
 def _load(folder: Path, dtype: Any = None) -> Any:
-    """A folder's model in either format, whole, on this process. dtype: None keeps the folder's
-    dtype."""
+    """Load a Hugging Face model or a checkpoint of this package as a whole megatron-core model, in
+    this process. dtype: None keeps the folder's dtype."""
     import torch
 
     from .args import TrainingArguments
@@ -251,8 +253,8 @@ def _load(folder: Path, dtype: Any = None) -> Any:
 
 
 def _load_earlier(folder: Path, args: Any) -> Any:
-    """The model in a checkpoint of an earlier version. Raises ValueError for an index that cannot
-    be trusted."""
+    """Load the model in a checkpoint that an earlier version of this package wrote. Raises
+    ValueError for an index that cannot be trusted."""
     from . import parallel
     from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron
     from .model import build_chunks
@@ -270,7 +272,8 @@ def _load_earlier(folder: Path, args: Any) -> Any:
 
 
 class _Inert:
-    """Stands for an instance of any class: has its state, and runs none of the class's code."""
+    """A stand-in for an instance of any class in an untrusted pickle: it keeps the pickled state
+    and runs none of the class's code."""
 
     def __init__(self, *arguments: object) -> None:
         self.state: Any = None
@@ -280,7 +283,7 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Reads a pickle without running any code that it names."""
+    """An unpickler for untrusted files, which runs no code that the pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -291,7 +294,8 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def _read_pickled_index(path: Path) -> dict[str, Any]:
-    """torch's pickled index of a folder, as a record like index.json."""
+    """Read the pickled index of a torch distributed checkpoint -> a dict in the format of this
+    package's index.json."""
     with open(path, "rb") as file:
         index = _InertUnpickler(file).load().state
     places = {}
@@ -311,7 +315,7 @@ def _read_pickled_index(path: Path) -> dict[str, Any]:
 
 
 def _dtype_of(folder: Path) -> Any:
-    """The torch.dtype in a folder's config: float32, bfloat16 or float16."""
+    """The torch.dtype of the weights in a folder, from its config: float32, bfloat16 or float16."""
     import torch
 
     values = read_mca_config(folder)

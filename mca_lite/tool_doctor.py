@@ -41,7 +41,8 @@ _LEAST_GB_S = {"nccl": 5.0, "gloo": 0.05}  # below PCIe, and below a network fit
 
 
 class Finding(NamedTuple):
-    """The result of a check. level: index into _LEVELS. remedy: for levels above 0."""
+    """The result of one check. level: 0 fine, 1 warning, 2 problem. remedy: advice for levels above
+    0."""
 
     subject: str
     text: str
@@ -54,7 +55,8 @@ class Finding(NamedTuple):
 
 
 def main(words: list[str]) -> int:
-    """Run the checks -> exit code. Collective if there are several ranks."""
+    """Run the checks of this machine and print them -> exit code. Collective if there are several
+    ranks."""
     parser_of("doctor", __doc__).parse_args(words)
     return finish(_doctor)
 
@@ -77,7 +79,7 @@ def _doctor() -> int:
 
 
 def _guarded(check: Callable[[], Iterator[Finding]], remedy: str) -> list[Finding]:
-    """The findings of a check; if the check fails, that is a problem."""
+    """The findings of a check. If the check itself raises, one finding of level 2 with `remedy`."""
     try:
         return list(check())
     except Exception as error:
@@ -89,7 +91,8 @@ def _guarded(check: Callable[[], Iterator[Finding]], remedy: str) -> list[Findin
 
 
 def versions() -> Iterator[Finding]:
-    """Compare installed packages with the requirements in setup.cfg."""
+    """Compare installed packages with the requirements in setup.cfg; a copy without that file has
+    no comparison."""
     from packaging.requirements import Requirement
 
     yield Finding("python", sys.version.split()[0])
@@ -111,7 +114,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """List cores, GPUs and their free memory."""
+    """Report cores, GPUs and their free memory. Too few or hidden GPUs are a problem."""
     import psutil
     import torch
 
@@ -137,7 +140,8 @@ def devices() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Check Triton, torch.compile and kernel packages, if there is CUDA."""
+    """Check Triton, torch.compile and optional kernel packages, if there is CUDA. An absent one is
+    fine, a broken one gives a warning."""
     import torch
 
     from . import kernels, parts
@@ -173,14 +177,16 @@ def compiler() -> Iterator[Finding]:
 
 
 def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:
-    """ABSENT if `module` is not installed; otherwise why_not(): None if it works."""
+    """The reason why an installed Python module does not work, from why_not(); None if it works.
+    ABSENT if it is not installed."""
     from .kernels import ABSENT
 
     return why_not() if importlib.util.find_spec(module) is not None else ABSENT
 
 
 def engine() -> Iterator[Finding]:
-    """Check Transformer Engine with this megatron-core, if it works."""
+    """Check whether Transformer Engine's version fits this megatron-core. No finding if Transformer
+    Engine does not work here."""
     from . import mcore, model_config
 
     if model_config.engine_here() is not None:
@@ -189,8 +195,8 @@ def engine() -> Iterator[Finding]:
 
 
 def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
-    """Judge a Transformer Engine version with a megatron-core version. fits: the versions that it
-    takes."""
+    """Judge a Transformer Engine version with a megatron-core version; an untested pair is a
+    warning. fits: version specifier of Transformer Engine for this megatron-core."""
     from packaging.specifiers import SpecifierSet
 
     from .mcore import RUN_WITH_ENGINE
@@ -205,7 +211,7 @@ def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
 
 
 def limits() -> Iterator[Finding]:
-    """Check shared memory and the limits of a process."""
+    """Check the size of /dev/shm, and the process's limits of open files and locked memory."""
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"
@@ -229,7 +235,8 @@ def limits() -> Iterator[Finding]:
 
 
 class Link(NamedTuple):
-    """The all-reduce over all ranks. gb_per_s: sent by each rank."""
+    """A measured all-reduce. ranks: their number. is_right: True if the sums were right. gb_per_s:
+    GB/s that each rank sends."""
 
     backend: str
     ranks: int
@@ -238,8 +245,8 @@ class Link(NamedTuple):
 
 
 def messages() -> Iterator[Finding]:
-    """Measure the all-reduce over this world's ranks, or over two ranks started
-    here. Collective."""
+    """Measure an all-reduce over this world's ranks. A single rank measures two ranks that it
+    starts instead. Collective."""
     from . import parallel
 
     if world.current().size == 1:
@@ -257,7 +264,7 @@ def messages() -> Iterator[Finding]:
 
 
 def measure() -> Link:
-    """Measure the all-reduce over this world's ranks. Collective."""
+    """Measure an all-reduce of 64 MiB over this world's ranks. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -278,7 +285,7 @@ def measure() -> Link:
 
 
 def measure_pair() -> Link:
-    """Measure the all-reduce between two ranks, in two processes started here: over nccl if this
+    """Measure an all-reduce between two ranks, in two processes started here: over NCCL if this
     machine has two GPUs, otherwise over gloo."""
     from torch import cuda, multiprocessing
 

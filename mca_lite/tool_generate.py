@@ -77,7 +77,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _decoding(options: Any) -> Any:
-    """The Decoding for these options. Seeds torch."""
+    """The Decoding settings in the command line options. If --seed is given, torch's random
+    generator is seeded."""
     import torch
 
     from .tool_generation import Decoding
@@ -138,7 +139,7 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 class _Speaker:
-    """A model with its side of the conversation."""
+    """One model in a chat, with its own history of the conversation."""
 
     def __init__(self, name: str, options: Any, decoding: Any, keys: Any) -> None:
         from .inputs import inputs_of
@@ -156,8 +157,8 @@ class _Speaker:
         self.begin(keys.default_system or "")
 
     def begin(self, system: str | None = None) -> None:
-        """Begin a conversation. system: a system message for it and for later ones; None keeps the
-        last one."""
+        """Begin a new conversation. system: a system message for this and later conversations, ""
+        for none; None keeps the last one."""
         if system is not None:
             self.system = [{"role": "system", "content": system}] * bool(system)
         self.messages = list(self.system)
@@ -165,7 +166,8 @@ class _Speaker:
         self.waiting = ""  # stands for pictures before the next question
 
     def show(self, path: str) -> None:
-        """Put a picture before the next question, or print why that is not possible."""
+        """Add a picture to the next question. If the model sees no pictures or the file cannot be
+        read, a line says so."""
         if not self.media.block:
             print("this model sees no pictures")
             return
@@ -178,8 +180,9 @@ class _Speaker:
         self.waiting += self.media.block
 
     def answer(self, question: str) -> None:
-        """Print the answer while it is generated. An answer cut off by Ctrl-C stays in the
-        conversation."""
+        """Ask the model a question and print its answer while it is generated. An answer cut off by
+        Ctrl-C stays in the conversation. If the prompt cannot be made, a line says so and a new
+        conversation begins."""
         from jinja2.exceptions import TemplateError
 
         from . import tool_generation
@@ -250,8 +253,8 @@ def _line(text: str) -> str:
 
 
 def _result(rows: list[dict[str, Any]], name: str) -> str:
-    """A line with the share of prompts whose generated text, row[name], equals row["expected"]. If
-    no row has an expected text, the line says so."""
+    """A report line with the share of prompts whose generated text, row[name], equals
+    row["expected"]. If no row has an expected text, the line says so."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
         return f"{len(rows)} texts, and no expected ones to compare them with"
@@ -268,9 +271,8 @@ _Sample = tuple[list[int], str | None, dict[str, Any]]
 def _samples(
     arguments: Any, file: str | None, model: Any, tokenizer: Any, media: Any
 ) -> list[_Sample]:
-    """(prompt's token ids, expected answer or None, prompt's pictures) per sample, from a file, or
-    else from the evaluation set as training reads it; then the last answer with loss is the
-    expected one."""
+    """(prompt's token ids, expected answer or None, prompt's pictures) for each sample of `file`;
+    without a file, of the evaluation set, where the expected answer is the last one with loss."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage
@@ -284,7 +286,8 @@ def _samples(
 
 
 def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
-    """The samples of eval_dataset or val_size, with loss only on their answers."""
+    """The samples of eval_dataset or val_size, tokenised as for training but unpacked and with loss
+    on answers alone."""
     from .data import load_datasets
 
     data = copy.copy(arguments.data)
@@ -302,7 +305,8 @@ def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
 
 
 def _of_file(file: str, tokenizer: Any, data: Any, media: Any) -> list[_Sample]:
-    """The samples in a file of records."""
+    """(prompt's token ids, expected answer or None, prompt's pictures) for each record
+    of a file."""
     from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
     from .data_records import detect_format, prompt_and_answer

@@ -135,7 +135,8 @@ def load_for_generation(
 
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
-    """(name, folder) of the model before training."""
+    """(name, folder) of the model from which the run or adapter in `folder` was trained. base: its
+    name if the user gave one."""
     path = folder / ADAPTER_CONFIG_NAME
     of_adapter = read_json(path) if path.is_file() else {}
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
@@ -149,15 +150,16 @@ def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str,
 
 
 def _run_folder(folder: Path) -> Path:
-    """A run's output_dir, from the folder of its model or checkpoint."""
+    """The output_dir of a run, given the folder of its model, a checkpoint or an export
+    inside it."""
     while re.fullmatch(rf"merged|{HF_FOLDER}|{CHECKPOINT_PREFIX}-.*", folder.name):
         folder = folder.parent
     return folder
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """Keys (separated by spaces) from the config.yaml of a folder's run; every other key has its
-    default. Prints them.
+    """Read the named keys (separated by spaces) from the config.yaml of a folder's run, as
+    attributes; every other key has its default. Prints them.
 
     The user did not name that file, so no name in it may let code run. Raises ConfigError if it
     cannot be read.
@@ -215,8 +217,8 @@ def prompt_ids(
 
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The end tokens in generation_config.json, of the tokenizer, and of the chat template, whose
-    end token a base model's generation_config.json does not have."""
+    """Token ids that end an answer: those in generation_config.json, the tokenizer's, and the chat
+    template's, which a base model's generation_config.json lacks."""
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
@@ -248,8 +250,8 @@ def last_turn(document: dict[str, Any]) -> tuple[list[int], list[int]] | None:
 def pictures_before(
     document: dict[str, Any], ids: list[int], model: Any
 ) -> dict[str, torch.Tensor]:
-    """The columns of the pictures and videos among a document's first tokens `ids`; {} if there is
-    none."""
+    """The columns (such as pixel_values) of the pictures and videos in a document's prompt; {} if
+    there is none. ids: the prompt, which is the document's beginning."""
     if not any(map(is_of_inputs, document)):
         return {}
     from .part_pictures_data import COLUMNS_OF, merged_grids
@@ -290,7 +292,8 @@ def turns_of(
 
 @contextlib.contextmanager
 def _reading_inputs(dataset: Any) -> Iterator[None]:
-    """Context in which a dataset's samples have pixels, on later pipeline stages too."""
+    """Context manager in which a dataset's samples have pixels; otherwise only some pipeline stages
+    read them."""
     while isinstance(dataset, View):
         dataset = dataset.dataset
     media = [shard.media for shard in getattr(dataset, "shards", ())]
@@ -370,7 +373,8 @@ def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator
 def _joined(
     pictures: list[dict[str, Any]], ids: torch.Tensor, model: Any
 ) -> dict[str, torch.Tensor]:
-    """generate()'s inputs for the pictures of rows `ids` [b, s]; {} if there is none."""
+    """generate()'s keyword arguments for the pictures in a batch of prompts `ids` [b, s]; {} if
+    there are none."""
     columns = list(filter(None, pictures))
     if not columns:
         return {}
@@ -439,10 +443,10 @@ class _Streamer(TextStreamer):
 
 
 class Answers(TrainerCallback):
-    """Generated answers as metrics of evaluate() and predict(): exact_match and rouge_l.
+    """A trainer callback that generates answers in evaluate() and predict(), for the metrics
+    exact_match and rouge_l. It does nothing without predict_with_generate.
 
-    A callback for a McaTrainer with predict_with_generate. `lines`: what generate() gave for the
-    last dataset.
+    lines: what generate() gave for the last dataset.
     """
 
     metrics = GENERATION_METRICS
@@ -453,8 +457,9 @@ class Answers(TrainerCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, trainer: Any = None, **kwargs: Any
     ) -> None:
-        """Become the trainer's `answers`. Raises ValueError if answers cannot be generated or
-        compared, and, on every rank, if any rank has no room for a copy of the whole model."""
+        """Register this callback as the trainer's `answers`, if predict_with_generate is on. Raises
+        ValueError if answers cannot be generated or compared, and, on every rank, if any rank has
+        no room for a copy of the whole model."""
         if not args.predict_with_generate:
             return
         rules = {
@@ -480,8 +485,8 @@ class Answers(TrainerCallback):
 
     @torch.no_grad()
     def generate(self, dataset: Any) -> list[dict[str, Any]]:
-        """{"index", "prompt", "answer", "expected", "exact_match"} for the first
-        generation_num_samples samples, except those without an answer; in order, on every rank.
+        """Answer the first generation_num_samples samples greedily -> {"index", "prompt", "answer",
+        "expected", "exact_match"} for each that has an expected answer, in order, on every rank.
         Collective."""
         args = self.trainer.args
         backend = self.trainer.backend
@@ -512,7 +517,8 @@ class Answers(TrainerCallback):
         return sorted(everyone, key=lambda line: line["index"])
 
     def _whole_model(self) -> Any:
-        """The model as a transformers model, whole on this rank. Collective."""
+        """The whole model on this rank, as a transformers model: on megatron-core an export to
+        output_dir that is loaded and deleted. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         if backend.name == "torch":
@@ -531,7 +537,7 @@ class Answers(TrainerCallback):
 
 def check_room(backend: Any) -> None:
     """Raise ValueError, on every rank, if any rank has no room for a copy of the whole model.
-    Collective."""
+    Collective. The torch backend needs no copy, and always passes."""
     if backend.name == "torch":
         return
     with torch.device("meta"):

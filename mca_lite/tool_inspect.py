@@ -34,7 +34,8 @@ _MAX_PAGE_CHARS = 20_000
 
 
 def main(words: list[str]) -> int:
-    """Inspect a run's data, or do its dry run -> exit code."""
+    """Print facts about a run's data, or with --check do its dry run -> exit code. Ranks other than
+    0 do nothing."""
     parser = parser_of("inspect", __doc__)
     here = world.current()
     parser.add_argument(
@@ -107,7 +108,7 @@ def _read(words: list[str]) -> tuple[Any, str]:
 
 
 def _arguments(words: list[str]) -> Any:
-    """Parse the RunArguments, and print their notes."""
+    """Parse command line words into RunArguments, and print the notes about them."""
     arguments = parse_args(words, needs_world=False)
     for line in arguments.warnings:
         print(f"note: {line}")
@@ -115,8 +116,8 @@ def _arguments(words: list[str]) -> Any:
 
 
 def visible(text: str, most: int) -> str:
-    """The text with codes for invisible and control characters, without its middle if it is longer
-    than `most`."""
+    """The text with escape codes for invisible and control characters. If it is longer than `most`
+    characters, " ... " replaces its middle."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
@@ -336,7 +337,8 @@ def _compare(words: list[str]) -> int:
 
 
 def _leave_out_chance(arguments: Any) -> None:
-    """Switch off dropout and multi-token prediction; refuse fp16 and fp8."""
+    """Switch off dropout and multi-token prediction in the arguments, so that two runs compute the
+    same; refuse fp16 and fp8."""
     args = arguments.training
     for key in ("fp16", "fp8"):
         value = getattr(args, key)

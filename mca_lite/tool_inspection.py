@@ -50,8 +50,8 @@ _TAIL = 16  # an end of turn is searched in this many tokens
 
 
 class Side(NamedTuple):
-    """A piece of a sample: its name, (text, True if trained) per run of tokens, and (data: URL,
-    caption) per picture."""
+    """A piece of a sample to show: its name, (text, True if trained) for each run of tokens, and
+    (data: URL, caption) for each picture."""
 
     name: str
     runs: list[tuple[str, bool]]
@@ -59,8 +59,9 @@ class Side(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample of a dataset. sides: one; for a pair the common start, then the rest of chosen and
-    of rejected. problems: names in PROBLEMS."""
+    """A sample of a dataset to show. sides: its text as one piece; for a preference pair the common
+    beginning, then the rest of the chosen and of the rejected answer. problems: names in PROBLEMS.
+    """
 
     number: int
     sides: list[Side]
@@ -68,7 +69,8 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row: (number, tokens) per sample, and how many tokens it has room for."""
+    """A packed row: (sample number, tokens) for each sample in it, and how many tokens it has room
+    for."""
 
     number: int
     samples: list[tuple[int, int]]
@@ -77,9 +79,12 @@ class Row(NamedTuple):
 
 @dataclass
 class Part:
-    """A dataset of a run, for training or evaluation. bars: (range of lengths, documents in it).
-    problems: name -> numbers of samples (of texts, if rows are cut from joined texts). rows: some
-    of them; [] if each sample is a row. pictures: counts as text; "" if there are none."""
+    """Facts about one dataset of a run, for training or evaluation.
+
+    bars: (range of lengths, count of documents). problems: name -> numbers of samples (of texts, if
+    rows are cut from joined texts). packing: a sentence. rows: some packed rows; [] if each sample
+    is a row. pictures: counts as text; "" if there are none.
+    """
 
     name: str
     pictures: str = ""
@@ -109,7 +114,7 @@ class DataInspector:
         self.media.is_read = False  # only the shown samples' pictures are read
 
     def records(self) -> dict[str, int]:
-        """Counts of records in the files of all datasets."""
+        """{"read": count, problem: count} of the records in the files of all datasets."""
         tallies = {}
         for dataset in self.sets.values():
             tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
@@ -119,7 +124,7 @@ class DataInspector:
         return counts
 
     def parts(self) -> Iterator[Part]:
-        """The facts about each dataset, training first. Reads every sample."""
+        """Yield a Part for each dataset, training first. Each sample is read and checked."""
         trained_on: set[int] = set()
         trained_shards: set[Path] = set()
         for name, dataset in self.sets.items():
@@ -150,14 +155,16 @@ class DataInspector:
         return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
-        """Tokens per document, or per joined text."""
+        """Token counts of the dataset's documents; of its texts, if rows are cut from
+        joined texts."""
         if not self.joins:
             return dataset.document_lengths.ravel()
         ends = map(self._ends_of_texts, dataset.shards)
         return np.concatenate([np.diff(of_shard, prepend=0) for of_shard in ends])
 
     def _scan(self, dataset: TokenDataset, part: Part, trained_on: set[int]) -> set[int]:
-        """Fill part.problems -> hashes of the samples."""
+        """Find problems in each sample and fill part.problems and part.pictures -> hashes of the
+        samples. trained_on: hashes of the training data's samples."""
         part.problems = {name: [] for name in PROBLEMS}
         hashes: set[int] = set()
         num_tokens: collections.Counter[str] = collections.Counter()
@@ -187,8 +194,8 @@ class DataInspector:
         counts["all"] += len(tokens)
 
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
-        """(number, (tokens, trained) per document) for each sample, once even if a mix repeats it;
-        or for each whole text, if rows are cut from joined texts."""
+        """Yield (number, [(tokens, trained) for each document]) for each sample, once even if a mix
+        repeats it; or for each whole text, if rows are cut from joined texts."""
         if not self.joins:
             for number in np.sort(np.unique(dataset.indices, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
@@ -200,7 +207,8 @@ class DataInspector:
             yield number, [(text.astype(np.int64), np.ones(len(text), bool))]
 
     def _problems(self, tokens: np.ndarray, trained: np.ndarray) -> Iterator[str]:
-        """The names in PROBLEMS that apply to one document."""
+        """Yield the names in PROBLEMS that apply to one document. tokens: int64 [n]. trained: bool
+        [n]."""
         bos = self.tokenizer.bos_token_id
         is_bos = tokens == bos
         # if bos is also eos, it separates joined texts
@@ -302,7 +310,8 @@ def check(arguments: RunArguments) -> None:
 
 
 def _link_cache(cache: Path, folder: Path) -> None:
-    """Link the files of the token cache into a folder."""
+    """Put symbolic links to the token cache's finished files into `folder`, so that a dry run can
+    read them and writes nothing into the cache."""
     for kind in ("tokens", "hashes"):
         (folder / kind).mkdir()
         for path in (cache / kind).glob("*"):
@@ -324,8 +333,8 @@ def _model_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _step_facts(plan: Plan) -> dict[str, Any]:
-    """The steps, and the checkpoint to resume from. Raises ValueError if the run would refuse that
-    checkpoint, or a new run in output_dir."""
+    """Facts about the run's steps, and the checkpoint to resume from. Raises ValueError if the run
+    would refuse that checkpoint, or a new run in output_dir."""
     args = plan.arguments.training
     config = plan.model.config
     notes: list[str] = []
@@ -349,8 +358,12 @@ def _step_facts(plan: Plan) -> dict[str, Any]:
 
 
 class _Planned:
-    """A data parallel rank's backend in the dry run: it knows the layout, and has no model and no
-    other ranks. at_least: the longest micro-batch of the other ranks."""
+    """A stand-in for the backend of one data-parallel rank in a dry run: it knows the layout, but
+    has no weights and communicates with nobody.
+
+    at_least: the longest micro-batch of the other ranks, for layouts that pad all ranks to one
+    length.
+    """
 
     counts_tokens = False
 
@@ -377,15 +390,16 @@ class _Planned:
 
 
 class _PlannedMegatron(_Planned, MegatronBackend):
-    """A planned rank on megatron-core."""
+    """The dry run's stand-in for a megatron-core backend."""
 
 
 class _PlannedTorch(_Planned, TorchBackend):
-    """A planned rank on plain torch."""
+    """The dry run's stand-in for a plain torch backend."""
 
 
 def _planned_trainer(plan: Plan, dp_rank: int) -> Any:
-    """A rank's trainer in the dry run, whose model has no parameters."""
+    """The trainer of a data-parallel rank in a dry run. Its model has no parameters, so it only
+    plans and reads batches."""
     arguments = plan.arguments
     args = copy.copy(arguments.training)
     args.eval_strategy = (
@@ -411,7 +425,8 @@ def _planned_trainer(plan: Plan, dp_rank: int) -> Any:
 
 
 def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
-    """The shapes [rows, tokens] of the first step's micro-batches, per data parallel rank."""
+    """The shapes (rows, tokens) of the first step's micro-batches, as one list per data-parallel
+    rank."""
     sizes = range(plan.arguments.training.data_parallel_size)
     trainers = [_planned_trainer(plan, dp_rank) for dp_rank in sizes]
     shapes = [_first_batches_of(trainer) for trainer in trainers]
@@ -432,7 +447,8 @@ def _first_batches_of(trainer: Any) -> list[tuple[int, int]]:
 
 
 def _rank_table(plan: Plan, stages: list[Any]) -> Iterator[str]:
-    """A line per rank: its coordinates in the layout, its parameters, its first batches."""
+    """Yield table lines, one per rank: its coordinates in the parallel layout, its parameter counts
+    and the shapes of its first batches."""
     args = plan.arguments.training
     shapes = _first_batches(plan)
     config = plan.model.config
@@ -462,7 +478,8 @@ def _rank_table(plan: Plan, stages: list[Any]) -> Iterator[str]:
 
 
 def _tensor_lists(stages: list[Any]) -> Iterator[str]:
-    """The tensors on a rank of each stage: name, shape and layers."""
+    """Yield text lines with name, shape and layers of each tensor on a rank of each
+    pipeline stage."""
     for stage, (_, _, tensors) in enumerate(stages):
         yield f"\na rank of stage {stage} holds"
         for (name, shape), layers in tensors.items():
@@ -470,7 +487,7 @@ def _tensor_lists(stages: list[Any]) -> Iterator[str]:
 
 
 def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """A rank's coordinates in a grid whose first axis varies fastest."""
+    """A rank's coordinates in a grid with these axis sizes; the first axis varies fastest."""
     places = {}
     for name, size in sizes.items():
         rank, places[name] = divmod(rank, size)
@@ -478,7 +495,8 @@ def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _stages(plan: Plan) -> list[tuple[int, int, dict[str, Any]]]:
-    """(parameters, trained ones, {(name, shape): layers}) on a rank of each pipeline stage."""
+    """(parameters, trained parameters, {(name, shape) of a tensor: its layers}) on a rank of each
+    pipeline stage; on plain torch there is one."""
     config = plan.model.config
     finetuning = plan.model.finetuning
     if plan.arguments.backend.use_mca:

@@ -39,7 +39,12 @@ _PROGRAMS = {"swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
 
 
 class Row(NamedTuple):
-    """A row of a table; tool_migrate_tables says what its fields mean."""
+    """A row of a conversion table: what becomes of another trainer's key.
+
+    tags: features that the file must have; alternatives are separated by commas. keys, values:
+    patterns for the key and its value, separated by commas. words: this package's keys that replace
+    it; "-": it has no effect; "!": it is refused. note: a reason or hint.
+    """
 
     tags: str
     keys: str
@@ -79,7 +84,7 @@ class Line(NamedTuple):
 
 
 def main(words: list[str]) -> int:
-    """Print the file of `words` in this package's keys -> exit code."""
+    """Print another trainer's file in this package's keys -> exit code. words: the command line."""
     parser = parser_of("migrate", __doc__)
     parser.add_argument("file", metavar="FILE", help="another trainer's file")
     return finish(_migrate, Path(parser.parse_args(words).file))
@@ -99,8 +104,9 @@ def _migrate(path: Path) -> int:
 
 
 def read(path: Path) -> tuple[str, dict[str, Any], str]:
-    """(form, key -> its text, list or mapping, the begin of the command that starts it); keys of
-    groups are joined by dots. UserError for a file without keys."""
+    """Read another trainer's file -> (name of the trainer, {key: raw value}, beginning of the
+    command that launches it). Keys of nested groups are joined by dots. UserError for a shell
+    script without such a command."""
     if path.suffix == ".toml":
         import tomllib
 
@@ -131,7 +137,8 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
-    """`read` of the first command with options in a shell script."""
+    """The result of read() for a shell script: its first command of ms-swift, TRL or mcore_adapter,
+    and that command's options. UserError if there is none."""
     text = path.read_text().replace("\\\n", " ")
     variables = dict(_VARIABLE.findall(text))
     for line in text.splitlines():
@@ -151,7 +158,8 @@ def _script(path: Path) -> tuple[str, dict[str, Any], str]:
 
 
 def _program(word: str, rest: list[str]) -> tuple[str, str]:
-    """(form, method) if a command with options begins here, else empty ones."""
+    """(trainer, method) if a trainer's command begins with `word`, such as ("TRL", "trl sft");
+    otherwise ("", ""). rest: the words after it."""
     name = Path(word).name
     if not any(option.startswith("--") for option in rest):
         return "", ""
@@ -178,7 +186,8 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def migrated(form: str, values: dict[str, Any]) -> list[Line]:
-    """A Line of each key, in order, then of keys left out there with another default here."""
+    """One Line per key of the file, in order. Lines follow for absent keys whose default in the
+    other trainer differs from this package's. form: name of that trainer."""
     rows = [Row(*found) for found in ROW.findall(ROWS[form])]
     tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
     tags |= {key for key, value in values.items() if value not in ("false", "0", "0.0")}
@@ -213,7 +222,8 @@ def _line(row: Row | None, key: str, value: Any) -> Line:
 
 
 def _looked_up(key: str, value: Any) -> Line:
-    """A key without a row: one of this package's, an alias, or a row of other trainers' keys."""
+    """The Line for a key that no row of the trainer's table matches. It may be a key of this
+    package, an alias, or in FOREIGN_KEYS; otherwise it is "unknown"."""
     name = ALIASES.get(key, key)
     if name in key_fields():
         return Line(key, value, {name: value}, "taken", "")
@@ -229,7 +239,8 @@ def _looked_up(key: str, value: Any) -> Line:
 
 
 def _checked(line: Line, taken: dict[str, Any]) -> Line:
-    """The line, refused if its values are none of this package, or a key has another one."""
+    """The line itself, or a refused one if a value does not fit its key here or an earlier line has
+    set that key. Adds the keys of an accepted line to `taken`."""
     wrong = [f"{key} is {taken[key]} above" for key in line.keys if key in taken]
     for group in key_groups():
         found = check_keys(group, **{key: _text(value) for key, value in line.keys.items()})
@@ -241,7 +252,8 @@ def _checked(line: Line, taken: dict[str, Any]) -> Line:
 
 
 def _datasets(value: Any, key: str = "dataset", *stages: str) -> tuple[dict[str, Any], str, str]:
-    """(keys, fate, note) of a list of sets: names, name#count of ms-swift, entries of axolotl."""
+    """(keys, fate, note) for a list of datasets: names, name#count of ms-swift, or axolotl's
+    mappings with a path. key: the key to set. stages: the stage to set too, if one is given."""
     keys: dict[str, Any] = {key: [], **dict(zip(["stage"], stages, strict=False))}
     notes = []
     for entry in value if isinstance(value, list) else [value]:
@@ -268,12 +280,13 @@ def _fits(value: Any, patterns: str) -> bool:
 
 
 def _text(value: Any) -> Any:
-    """A value as a file gives it: texts that hold YAML's lists and mappings are read."""
+    """A value, with text such as "[a, b]" or "{a: 1}" parsed as YAML."""
     return loads_yaml(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML on one line, without quotes where it needs none."""
+    """A value as YAML on one line, in quotes only if YAML would read it differently
+    without them."""
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     if not isinstance(value, str):

@@ -77,8 +77,8 @@ _SUMMARY: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _texts(values: dict[str, Any]) -> dict[str, str]:
-    """Values as JSON text, which keeps true apart from "true" and every digit; text
-    stays as it is."""
+    """Values as JSON text, so that true and "true" differ and no digit is lost. Text stays as it
+    is; keys with None are left out."""
     texts = {}
     for key, value in values.items():
         if isinstance(value, str):
@@ -89,8 +89,8 @@ def _texts(values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The keys of _SUMMARY in the file that log.Report wrote. Raises ValueError if
-    it is damaged."""
+    """Read run_summary.json, which a run writes about its state -> {key of _SUMMARY: value}. Raises
+    ValueError if a value is damaged; an absent file gives no keys but "sections"."""
     record = read_json(path) if is_there(path) else {}
     values: dict[str, Any] = {"sections": {}}
     for key, (wanted, fits) in _SUMMARY.items():
@@ -104,10 +104,10 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The run in an output folder; read() reads its files again.
+    """A run as the files in its output folder describe it; read() reads them again. A folder that
+    does not exist (yet) is a run without log lines.
 
-    records: its log lines (log_line). problems: file name -> why it cannot be read. A folder that
-    does not exist (yet) is a run without lines.
+    records: its log lines, as dicts. problems: file name -> why the file cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -124,7 +124,8 @@ class RunFolder:
         return self
 
     def _try(self, name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
-        """read(file), or `otherwise` if it fails, which is noted in `problems`."""
+        """Read a file of the folder with `read`, or return `otherwise` if that fails; `problems`
+        then has the reason."""
         try:
             return read(self.folder / name)
         except (OSError, ValueError, RecursionError) as error:  # nested too deep
@@ -143,11 +144,12 @@ class RunFolder:
         return self._try(RUN_CONFIG_NAME, lambda path: _texts(read_config_file(path)), {})
 
     def samples(self) -> list[dict[str, str]]:
-        """The lines of generations.jsonl: prompt, answer, and if known before and expected."""
+        """The lines of generations.jsonl: prompt and answer, and if known the answer before
+        training ("before") and the expected one."""
         return self._try(GENERATIONS_NAME, lambda path: read_lines(path, _texts), [])
 
     def points(self, key: str) -> list[tuple[int, Any]]:
-        """(step, value) of each line that has the key."""
+        """[(step, value)] from the log lines that have the key."""
         return [(line["step"], line[key]) for line in self.records if key in line]
 
     def values(self, key: str) -> list[Any]:
@@ -159,21 +161,23 @@ class RunFolder:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the run's start, or its last resumption, to its last line."""
+        """Seconds from the run's start, or its last resumption, to its last log line; None if
+        unknown."""
         started = self.summary.get("started")
         if started is None or self.changed_at is None:
             return None
         return self.changed_at - started
 
     def silence_s(self) -> float:
-        """Seconds since the last line; before the first line, since the start."""
+        """Seconds since the last log line; before the first line, since the start; 0 if unknown."""
         since = self.changed_at
         if not self.records:
             since = self.summary.get("started", since)
         return 0.0 if since is None else time.time() - since
 
     def eta_s(self) -> float | None:
-        """Seconds left at the mean speed since the start; None if unknown."""
+        """Estimated seconds until the run ends, at its mean speed since the start; None
+        if unknown."""
         left = self.summary.get("max_steps", 0) - self.step
         done = self.step - self.summary.get("first_step", 0)
         if self.seconds is None or left <= 0 or done <= 0:
@@ -181,8 +185,9 @@ class RunFolder:
         return max(0.0, self.seconds / done * left - self.silence_s())
 
     def state(self) -> str:
-        """ "no run yet", "running", "hung?", "failed", "cannot be read", "unknown" (there is only a
-        log), or the end that the run noted: "finished" or "interrupted"."""
+        """The run's state: "no run yet", "running", "hung?" (no log line for too long), "failed"
+        (its process is gone), "cannot be read", "unknown" (there is only a log), or the end that
+        the run noted, "finished" or "interrupted"."""
         if self.problems:
             return "cannot be read"
         state = self.summary.get("state")
@@ -206,13 +211,13 @@ FIRST = ("state", "step", "time left", "loss", "tokens/s")
 
 
 def metrics_of(run: RunFolder) -> list[Metric]:
-    """The metrics with a figure: the rows of METRICS, and the loss of each dataset."""
+    """The metrics to show for a run: the rows of METRICS, and the loss of each dataset."""
     keys = dict.fromkeys(itertools.chain(*run.records))
     return [*METRICS, *(metric_of(key) for key in keys if key.startswith("loss/"))]
 
 
 def figures(run: RunFolder) -> dict[str, str]:
-    """Name -> text for a run's state, steps and times, and each metric in its log."""
+    """{name: text} with a run's state, step and times, and a figure for each metric in its log."""
     texts = {"state": run.state(), "step": f"{run.step:,}"}
     if "max_steps" in run.summary:
         texts["step"] += f" of {run.summary['max_steps']:,}"
@@ -230,7 +235,7 @@ def figures(run: RunFolder) -> dict[str, str]:
 
 
 def beside(columns: Iterable[dict[str, str]]) -> dict[str, list[str]]:
-    """Name -> its text in each column; "" if a column does not have it."""
+    """{name: its text in each column} for several {name: text}; "" if a column lacks the name."""
     columns = list(columns)
     names = dict.fromkeys(itertools.chain(*columns))
     return {name: [column.get(name, "") for column in columns] for name in names}
@@ -249,7 +254,8 @@ def draw(args: Any) -> None:
 
 
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A running mean: nine tenths of the last mean plus one tenth of the new value."""
+    """Exponential moving average of (step, value) points: 0.9 x the last mean + 0.1 x the new
+    value."""
     return list(itertools.accumulate(points, lambda a, b: (b[0], 0.9 * a[1] + 0.1 * b[1])))
 
 
@@ -435,7 +441,7 @@ tr > th:first-child { width: 14rem; }
 
 
 def page(runs: Sequence[RunFolder]) -> str:
-    """The page for one run, or for several side by side."""
+    """The HTML text of a page about one run, or about several side by side."""
     several = len(runs) > 1
     config = beside([run.config() for run in runs])
     answers = _answers(runs)  # before the problems, which name what could not be read
@@ -458,7 +464,8 @@ def page(runs: Sequence[RunFolder]) -> str:
 
 
 def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
-    """Prompt -> {"expected": ..., "before": ..., run name: its answer}."""
+    """{prompt: {"expected": ..., "before": ..., run name: its answer}} from the runs' generated
+    answers."""
     rows: dict[str, dict[str, str]] = {}
     for run in runs:
         for sample in run.samples():
@@ -475,7 +482,7 @@ _FEW = 20  # a curve with at most this many points is not smoothed
 
 
 def _charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The page's charts, for its template, in the order of METRICS."""
+    """The page's charts, each as a dict for the template, in the order of METRICS."""
     charts: dict[str | None, list[Any]] = {metric.chart: [] for metric in METRICS}
     rows: dict[str | None, Metric] = {}
     for run in runs:
@@ -494,7 +501,8 @@ def _charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _chart(metric: Metric, curves: list[tuple[str, list[Any]]]) -> dict[str, Any]:
-    """A chart for the template: paths in thousandths of width and height, ticks in percent."""
+    """A chart as a dict for the template: curves as SVG paths in thousandths of width and height,
+    ticks in percent."""
     points = itertools.chain(*(points for _, points in curves))
     steps, values = zip(*points, strict=True)
     first = min(steps)
@@ -535,8 +543,8 @@ def _ticks(
 
 
 def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The least and greatest point in each of _STRETCHES, so that no spike is lost,
-    and both ends."""
+    """At most about 400 of a curve's points: the least and greatest of each stretch, so that no
+    spike is lost, and both ends."""
     size = math.ceil(len(points) / _STRETCHES)
     kept = {points[0], points[-1]}
     for start in range(0, len(points), size):

@@ -44,8 +44,9 @@ Name = tuple[str, str]
 
 
 class Row(NamedTuple):
-    """A tensor on both sides. size: the oracle's norm. distance, noise and bound are relative to
-    it."""
+    """The comparison of one tensor, such as a layer's output, between layout and plain torch. size:
+    the exact tensor's norm. distance, noise and bound are relative to it: the layout's error, the
+    error of rounding alone, and the error allowed."""
 
     kind: str
     name: str
@@ -60,14 +61,15 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The name without numbers of layers, experts and micro-batches; outputs are
-        not grouped."""
+        """The name with * for numbers of layers, experts and micro-batches: tensors of one group
+        share a bound. Outputs are not grouped."""
         return self.name if self.kind == "outputs" else re.sub(r"\d+", "*", self.name)
 
 
 class _Share(NamedTuple):
-    """One rank's share of the step, gathered on all ranks. index, places: where its outputs and
-    logits are in the row. losses: (sum, count) per micro-batch."""
+    """One rank's share of the step, sent to all ranks. replica: its data-parallel rank. index,
+    places: positions in the row of its outputs and of its logits. losses: (sum, count) per
+    micro-batch."""
 
     replica: int
     index: torch.Tensor
@@ -77,8 +79,8 @@ class _Share(NamedTuple):
 
 
 def compare(plan: run.Plan) -> list[Row]:
-    """Run a plan's first step both ways -> its tensors in the order of a step, on global rank 0; []
-    on other ranks.
+    """Run a plan's first step in its layout and in plain torch -> a Row per tensor in the order of
+    a step, on global rank 0; [] on other ranks.
 
     Dropout is off in transformers' models, and must be off in other models. Adapters that would
     start at 0 get small values. Memory of rank 0, besides its share of the layout: 8 bytes per
@@ -125,8 +127,8 @@ def compare(plan: run.Plan) -> list[Row]:
 
 
 def _fill_adapters(model: Any, plan: run.Plan) -> None:
-    """Give new adapters small values, the same on both sides: if one matrix were zero, the other
-    would have no gradient."""
+    """Give new LoRA adapters small values, the same in the layout and in plain torch. With a zero
+    matrix, as they usually start, the other matrix would have no gradient to compare."""
 
     def draw(key: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = generator_of(plan.arguments.training.seed, key)
@@ -143,7 +145,8 @@ def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
 
 
 class _Part:
-    """This rank's share of the first row of the first micro-batch, kept by hooks."""
+    """This rank's share of the outputs for the first row of the first micro-batch, which hooks keep
+    during the step."""
 
     def __init__(self, trainer: Any, batch: dict[str, Any]) -> None:
         self.backend = trainer.backend
@@ -164,10 +167,11 @@ class _Part:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
     def share(self, batches: list[dict[str, Any]], losses: list[list[float]]) -> _Share:
-        """This rank's _Share, without data that another rank's share has. Losses are in the share
-        if the rank is tensor-parallel rank 0 of the last pipeline stage; batches are in it too if
-        the rank is also context-parallel rank 0. batches, losses: this rank's micro-batches and
-        their losses.
+        """This rank's _Share. Losses are in it only on tensor-parallel rank 0 of the last pipeline
+        stage, and micro-batches only if it is context-parallel rank 0 too, so that no data is sent
+        twice.
+
+        batches, losses: this rank's micro-batches and their losses.
         """
         if self.tp_rank > 0:
             losses = []
@@ -194,7 +198,8 @@ class _Part:
 
 
 def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """(name, module, True to compare its input instead of its output) on this rank."""
+    """Yield (name, module, True to compare its input instead of its output) for this rank's layers,
+    embedding and final norm."""
     for chunk in models:
         if chunk.pre_process:
             yield "embedding", chunk.decoder, True  # with the features of pictures
@@ -208,7 +213,8 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _torch_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """The corresponding modules of a transformers model, as _megatron_modules gives them."""
+    """Yield (name, module, True to compare its input) for a transformers model, with the same names
+    as _megatron_modules."""
     decoder = getattr(model.base_model, "language_model", model.base_model)
     yield "embedding", decoder.layers[0], True
     for i, layer in enumerate(decoder.layers):
@@ -223,8 +229,8 @@ def _keep_outputs(
     axis: int,
     outputs: dict[str, torch.Tensor],
 ) -> None:
-    """Add hooks that put each module's first output, of the first row on `axis`, into `outputs` as
-    [s, h] on the CPU. Recomputation and later micro-batches run later and are ignored."""
+    """Add hooks that store each module's first output, or input, in `outputs` as [s, h] on the CPU.
+    axis: the batch axis, of which index 0 is kept. Later calls of a module are ignored."""
 
     def keep(name: str, module: Any, args: Any, output: Any = None) -> None:
         value = args if output is None else output
@@ -244,7 +250,8 @@ def _keep_outputs(
 
 
 def _over_ranks(shares: list[_Share]) -> list[list[float]]:
-    """(sum, count) per micro-batch of each replica, summed over context-parallel ranks."""
+    """(loss sum, token count) per micro-batch, replica after replica, summed over context-parallel
+    ranks."""
     of_replica: dict[int, torch.Tensor] = {}
     for share in sorted(shares, key=lambda share: share.replica):
         if share.losses:
@@ -270,7 +277,8 @@ def _named(
 def _joined(
     sent: Iterable[tuple[str, Any]], shares: list[_Share]
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Whole outputs from the ranks' shares, in the row's order; logits in the ranks' order."""
+    """Yield whole outputs, joined from the ranks' shares, with tokens in the row's order; logits
+    stay in the order of the ranks."""
     for name, parts in sent:
         whole = torch.cat(list(parts.values()))
         if name != "logits":
@@ -310,8 +318,9 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
 def _least_noise(
     plan: run.Plan, batches: list[dict[str, Any]], oracle: dict[str, Any]
 ) -> dict[Name, float]:
-    """The least noise per tensor: _LOSS for a loss; with experts, the part of one token in a norm
-    over all tokens, because rounding may send a token to another expert."""
+    """The least noise per tensor for a bf16 run: _LOSS for a loss. In a model with experts, other
+    tensors get the share of one token in a norm over all tokens, because rounding may send a token
+    to another expert."""
     values = values_of(_hf_config(plan))
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     least = {name: _LOSS for name in oracle if name[0] == "losses"}
@@ -337,7 +346,7 @@ def _hf_config(plan: run.Plan) -> Any:
 
 
 def _plain_trainer(plan: run.Plan, trainer: Any, bf16: bool) -> Any:
-    """A trainer with the same objective for a transformers model on this rank."""
+    """A plain torch trainer on this rank with the same objective, for a new transformers model."""
     args = trainer.args
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
@@ -371,7 +380,8 @@ def _plain_step(
     places: torch.Tensor,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """(name, CPU tensor) for the step in a transformers model on this rank."""
+    """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
+    model on this rank. dtype: the precision of its weights."""
     bf16 = dtype == torch.bfloat16
     plain = _plain_trainer(plan, trainer, bf16)
     model = plain.model
@@ -397,7 +407,7 @@ def _plain_step(
 
 @torch.no_grad()
 def _plain_logits(trainer: Any, batch: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
-    """[places, V]: the logits of the first row, on the CPU."""
+    """Logits [places, V] of the batch's first row at `places`, on the CPU."""
     inputs = {**trainer.inputs_of(batch), "labels": None}
     with trainer.backend.autocast():
         return trainer.backend.loss_model(**inputs, places=places.to(parallel.device()))[0].cpu()
@@ -409,8 +419,8 @@ def _plain_logits(trainer: Any, batch: dict[str, Any], places: torch.Tensor) -> 
 def _distances(
     tensors: Iterable[tuple[Name, torch.Tensor]], oracle: dict[str, Any]
 ) -> dict[Name, float]:
-    """The norm of each difference from the oracle. Iterates `tensors` to the end, which may be
-    collective."""
+    """{name: norm of the difference from the oracle's tensor}. Iterates `tensors` to the end, which
+    may be collective."""
     pairs = ((name, tensor.float()) for name, tensor in tensors if name in oracle)
     return {name: _norm(tensor - oracle[name]) for name, tensor in pairs}
 
@@ -422,7 +432,8 @@ def _norm(*tensors: torch.Tensor) -> float:
 def compared_rows(
     oracle: dict[str, Any], noise: dict[str, Any], least: dict[str, Any], distances: dict[str, Any]
 ) -> list[Row]:
-    """A Row per tensor of the oracle, with its distance, and its bound from its group's noise.
+    """A Row per tensor of the oracle (the exact step), with its distance, and its bound from the
+    noise of its group.
 
     least: the least noise per tensor. A tensor without a distance counts as different.
     """

@@ -38,7 +38,15 @@ _OF_VOCABULARY = 9
 
 
 class Rates(NamedTuple):
-    """Speeds measured on one device, or between devices."""
+    """Speeds of one GPU type, from which the time of a step is predicted.
+
+    products: FLOP/s of GEMMs; experts: the rate of the experts' GEMMs relative to it. attention:
+    FLOP/s in long documents; half: document length at which it is half as fast. passes: bytes/s of
+    elementwise kernels. gaps: time of a step / time of its kernels. update: parameters/s of the
+    optimizer. link, network: bytes/s that a rank sends within a node and between nodes. layer_s,
+    split_layer_s: seconds of the host per layer and micro-batch, without and with sequence or
+    context parallelism.
+    """
 
     products: float  # FLOP/s of GEMMs
     attention: float  # FLOP/s of attention in long documents
@@ -81,7 +89,9 @@ _CHECKED = 16  # GPUs; plans for more were not compared with a run
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by part, and the model's FLOPs in it."""
+    """Predicted seconds of an optimizer step, by part. compute: kernels. bubble: waiting for other
+    pipeline stages. messages: communication that does not overlap. update: the optimizer. flops:
+    the model's FLOPs in the step, not seconds."""
 
     compute: float
     bubble: float
@@ -95,7 +105,7 @@ class StepTime(NamedTuple):
 
 
 def bubble(args: Any, config: Any) -> float:
-    """A pipeline stage's waiting time / its computing time."""
+    """The pipeline bubble: a stage's waiting time / its computing time."""
     chunks = args.gradient_accumulation_steps or 1
     chunks *= config.virtual_pipeline_model_parallel_size or 1
     return (config.pipeline_model_parallel_size - 1) / chunks
@@ -112,12 +122,12 @@ def step_time(
     reference: float = 0.0,
     trained: Set[str] | None = None,
 ) -> StepTime | None:
-    """The StepTime for a step of args.train_global_batch_size samples; None if the model's sizes
+    """Predict the time of a step of args.train_global_batch_size samples. None if the model's sizes
     are unknown.
 
-    memory: RankMemory of the fullest rank. lengths: of a sample's documents. frozen: True if only
-    adapters are trained. reference: extra forward passes per step, in units of the model's forward
-    pass. trained: the trained modules if others are frozen.
+    memory: RankMemory of the fullest rank. lengths: token counts of the documents in one sample.
+    frozen: True if only adapters are trained. reference: extra forward passes per step, in units of
+    the model's forward pass. trained: the trained modules if others are frozen.
     """
     from .log import ModelWork, model_sizes, partial_work  # with torch
 
@@ -194,7 +204,7 @@ def _kernels(
 
 
 def _recomputed(config: Any) -> float:
-    """The share of layers that full recomputation computes again."""
+    """The fraction of layers that full recomputation computes again: 0 to 1."""
     if config.recompute_granularity != "full":
         return 0.0
     if config.recompute_method != "block":
@@ -229,8 +239,8 @@ def _of_stages(
 
 
 def _link(ranks: float, rates: Rates) -> float:
-    """Bytes/s that a rank sends in a collective over a group that spans `ranks`
-    consecutive ranks."""
+    """Bytes/s that a rank sends in a collective over `ranks` consecutive ranks: the rate within a
+    node, or between nodes if the ranks do not fit into one."""
     return rates.link if ranks <= _NODE else rates.network
 
 
@@ -262,8 +272,8 @@ def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: 
 def _of_step(
     args: Any, config: Any, memory: Any, copies: float, compute: float, link: float
 ) -> float:
-    """Seconds in a step spent waiting for gradients and parameters. copies: how many ranks reduce a
-    gradient."""
+    """Seconds of a step that gradient reduction and parameter gathering take beyond the passes that
+    they overlap with. copies: number of ranks that reduce a gradient together."""
     share = (copies - 1) / copies
     reduce = 2 * share * memory.gradients / link
     gather = 0.0
@@ -300,7 +310,8 @@ _LOCAL = (
 
 
 def main(words: list[str]) -> int:
-    """Plan as the command line says -> exit code."""
+    """Plan a run as the command line says: print its memory, steps and fitting layouts -> exit
+    code."""
     parser = parser_of("plan", __doc__)
     add = parser.add_argument
     number = at_least(0.001, float)
@@ -346,7 +357,8 @@ def _plan(words: list[str], options: Any) -> int:
 
 
 class _Layout:
-    """A run in one layout: memory of its fullest rank, and time of a step."""
+    """A planned run in one parallel layout: memory of its fullest rank, and time of a step (None if
+    unknown)."""
 
     def __init__(self, arguments: Any, model: Any, options: Any) -> None:
         self.arguments = arguments
@@ -372,11 +384,11 @@ class _Layout:
 
     @functools.cached_property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, without adapters."""
+        """Number of parameters in the whole model, without adapters."""
         return self.model.tensors(self.config).total
 
     def bytes_on_disk(self) -> tuple[int, int]:
-        """(bytes of the weights, bytes of a checkpoint)."""
+        """(bytes of the exported model's weights, bytes of one training checkpoint)."""
         from .tables import OPTIMIZERS
 
         args = self.args
@@ -394,8 +406,8 @@ class _Layout:
         return of_weights, size
 
     def rank(self) -> tuple[Any, ...]:
-        """Sort key: the fastest layout first, then the one with least communication, then the
-        smallest."""
+        """Sort key that puts the best layout first: by predicted step time, then by the product of
+        tensor, context and expert parallel sizes, then by pipeline size, then by memory."""
         args = self.args
         seconds = 1 + bubble(args, self.config)  # only relative to other layouts
         if self.time is not None:
@@ -412,7 +424,8 @@ class _Layout:
         )
 
     def keys_beside(self, other: "_Layout") -> str:
-        """The command line words that turn `other` into this layout."""
+        """The command line words that turn the layout `other` into this one; "as it is" if there
+        are none."""
         values = {key: getattr(self.args, key) for key in _KEYS}
         changed = {k: value for k, value in values.items() if value != getattr(other.args, k)}
         return " ".join(_words(changed)) or "as it is"
@@ -443,8 +456,8 @@ def _memory_lines(layout: _Layout) -> list[str]:
 
 
 def _run_lines(layout: _Layout) -> list[str]:
-    """Lines about steps, tokens, evaluations, checkpoints. Reads the data unless max_steps is
-    given."""
+    """Report lines about the run's steps, tokens and checkpoints. Reads the data to count steps,
+    unless max_steps is given."""
     from .args_rules_training import plan_schedule
 
     args = layout.args
@@ -493,8 +506,9 @@ def _run_lines(layout: _Layout) -> list[str]:
 
 
 def _time_before(layout: _Layout, steps: int) -> dict[str, str]:
-    """A line about the pass over the data before training, of `steps` global batches (0: unknown);
-    {} if there is no such pass."""
+    """{"before it": text} about the pass over the data that scores it before training, for example
+    with a reference model; {} if there is no such pass. steps: global batches in the pass (0:
+    unknown)."""
     in_step, before = layout.model.forward_passes(layout.args, layout.config)
     if not before:
         return {}
@@ -523,8 +537,12 @@ _KEYS = (
 
 
 def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
-    """Each layout of powers of two that breaks no rule and has the same global batch. A layout that
-    does not fit is tried with smaller micro-batches, and then with recomputation."""
+    """Yield layouts of options.gpus ranks with the same global batch: parallel sizes are powers of
+    two or the run's own, and layouts that break a rule are left out.
+
+    A layout that does not fit into memory is followed by the same one with micro-batches of one
+    sample, and then with recomputation.
+    """
     powers = [2**i for i in range(options.gpus.bit_length())]
     experts = [1]
     contexts = [base.args.context_parallel_size]

@@ -28,7 +28,13 @@ from .weights_files import InitSource
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank, and its count of parameters."""
+    """Memory of one rank at the peak of a training step, in bytes; parameters and trained are
+    counts.
+
+    logits: a chunk of logits in the loss, with its gradients. buffers: for communication.
+    reference: for a second model. nccl: outside torch's allocator. host: in host memory, no part of
+    the total.
+    """
 
     parameters: int
     trained: int
@@ -54,7 +60,11 @@ PARTS = [field.name for field in fields(RankMemory)][2:-1]
 
 
 class RankTensor(NamedTuple):
-    """A weight, or an adapter's matrix, as one rank has it."""
+    """A weight, or an adapter's matrix, as one rank has it.
+
+    name: megatron's, PEFT's for an adapter, with {} for the layer and [] for the expert. layer:
+    None outside the layers. shape: of the rank's shard.
+    """
 
     name: str  # megatron's name, PEFT's for an adapter, with {} for the layer and [] for the expert
     layer: int | None  # None outside the layers
@@ -75,11 +85,11 @@ class RankTensor(NamedTuple):
 
 
 class ModelTensors:
-    """The tensors on each rank in a config's layout.
+    """Names and shapes of the tensors on each rank in a parallel layout, without data.
 
-    finetuning: the planned one. source: shapes by Hugging Face name, the same for every layout of a
-    model. stages: the tensors on a rank of each pipeline stage. total, total_trained: parameters of
-    the whole model, without adapters.
+    finetuning: which weights are trained, and with which adapters. source: shapes by Hugging Face
+    name, the same for every layout of a model. stages: the tensors on a rank of each pipeline
+    stage. total, total_trained: parameters of the whole model, without adapters.
     """
 
     def __init__(
@@ -143,7 +153,7 @@ class ModelTensors:
             self._add(row, f"{module_of(name)}.{matrix}", layer, shape, True, stage)
 
     def _cut(self, row: Row, shape: Sequence[int]) -> list[int]:
-        """The shape of a rank's shard."""
+        """The shape of a rank's shard, given the shape of the whole tensor."""
         part = list(shape)
         if row.axis is not None:
             part[row.axis] //= degree(row, self.config)
@@ -158,7 +168,7 @@ class ModelTensors:
         is_trained: bool,
         stage: int,
     ) -> None:
-        """Add a tensor, unless its expert is on other ranks."""
+        """Add a rank's tensor to a pipeline stage, unless its expert is on other ranks."""
         if row.expert is not None:
             name = name.replace(f"experts.{row.expert}.", "experts.[].")
             if row.expert >= self.config.num_moe_experts // self.config.expert_model_parallel_size:
@@ -166,13 +176,13 @@ class ModelTensors:
         self.stages[stage].append(RankTensor(name, layer, tuple(shape), is_trained))
 
     def counts(self, stage: int) -> tuple[int, int]:
-        """(parameters, trained ones) on a rank of a pipeline stage."""
+        """(number of parameters, number of trained ones) on a rank of a pipeline stage."""
         held = self.stages[stage]
         return sum(t.numel for t in held), sum(t.numel for t in held if t.is_trained)
 
     def shapes(self, stage: int) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
-        """{(name, shape) of a tensor on a rank of a pipeline stage: its layers}. A layer's experts
-        count as one."""
+        """{(name, shape) of a tensor: the layers that have it} for a rank of a pipeline stage. A
+        layer's experts count as one."""
         layers: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
         for tensor in self.stages[stage]:
             layers.setdefault((tensor.name, tensor.shape), {})[tensor.layer] = None
@@ -200,7 +210,8 @@ _BYTES_OF_MOMENT = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
 
 
 def _moments(args: Any, tensor: RankTensor) -> float:
-    """Bytes of optimizer states on the device, per value of a tensor."""
+    """Bytes of optimizer state on the device per value of a trained tensor, without
+    master weights."""
     row = OPTIMIZERS[args.optim]
     names = row.states
     if row.of_matrices and tensor.name not in VOCABULARY:
@@ -213,14 +224,14 @@ def _moments(args: Any, tensor: RankTensor) -> float:
 
 
 def _packed(config) -> dict[str, float]:
-    """{name: bytes of a number} of the tensors in config.weight_format."""
+    """{tensor name: bytes per value} for the weights that are kept quantised; {} if none is."""
     if config.weight_format is None:
         return {}
     return function_of("part_quantised:bytes_of_numbers")(config)
 
 
 def _weights(config, held: list[RankTensor]) -> int:
-    """Bytes of weights and adapters; adapters are float32."""
+    """Bytes of a rank's weights and adapters; adapters are float32."""
     packed = _packed(config)
     width = config.params_dtype.itemsize
     sizes = [t.numel * (4 if t.is_adapter else packed.get(t.name, width)) for t in held]
@@ -228,7 +239,8 @@ def _weights(config, held: list[RankTensor]) -> int:
 
 
 def _made_whole(config, held: list[RankTensor]) -> float:
-    """Bytes of the largest quantised weight once it is made whole, with all experts of a layer."""
+    """Bytes of the largest quantised weight after dequantisation for a matmul; a layer's experts
+    count together. 0 if no weight is quantised."""
     packed = _packed(config)
     sizes: dict[tuple[Any, ...], float] = {}
     for tensor in held:
@@ -241,7 +253,8 @@ def _made_whole(config, held: list[RankTensor]) -> float:
 def _static(
     args: Any, config: Any, tensors: ModelTensors, stage: int, world_size: int
 ) -> dict[str, Any]:
-    """Parameter counts, and bytes of weights, gradients and optimizer state."""
+    """{"parameters", "trained": counts; "weights", "gradients", "optimizer": bytes} on a rank of a
+    pipeline stage."""
     held = tensors.stages[stage]
     parameters, trained = tensors.counts(stage)
     width = config.params_dtype.itemsize
@@ -284,7 +297,7 @@ _NCCL_OF_GROUP = 2**29  # bytes per group and GPU: 518 MiB on an H200 over NVLin
 
 
 def _nccl(config: Any, world_size: int) -> int:
-    """Bytes that nccl takes for a rank's groups."""
+    """Bytes that NCCL takes on a GPU for the rank's process groups."""
     r = RankSizes(config)
     etp = config.expert_tensor_parallel_size or r.tp
     replicas = world_size // (r.tp * r.pp)
@@ -303,8 +316,12 @@ def _nccl(config: Any, world_size: int) -> int:
 
 
 class RankSizes:
-    """Sizes of one rank's share of a model, for the formulas of memory and time: parallel degrees,
-    and heads and bytes after tensor parallelism. config: McaModelConfig.
+    """Parallel degrees and sizes of one rank's share of a model, for the formulas of memory and
+    time. config: McaModelConfig.
+
+    w: bytes per activation value. h: hidden size. heads, groups: attention heads and key-value
+    heads after tensor parallelism. keys: bytes of keys and values per token and layer. tp, sp, pp,
+    cp, ep: parallel degrees.
     """
 
     def __init__(self, config: Any) -> None:
@@ -326,8 +343,13 @@ class RankSizes:
 
 
 class _Facts(NamedTuple):
-    """Tensors that autograd saves: bytes per channel of a norm (its input and output), and values
-    per column of an MLP (gate, up, their product, and what is between them)."""
+    """Sizes of the tensors that autograd saves per token, with or without compiled kernels.
+
+    norm, head_norm: bytes per channel of a norm, and of a norm of queries or keys. mlp, expert:
+    values per MLP column, and with an expert's router weight. scores: bytes per head, and attended:
+    bytes per value of queries, keys and values, for attention whose values are narrower than its
+    keys.
+    """
 
     norm: int
     head_norm: int  # for queries and keys; their rotated output is counted in attention
@@ -339,8 +361,8 @@ class _Facts(NamedTuple):
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
-    """The _Facts of a model. frozen: True if the norms' weights are not trained. length: of
-    sequences."""
+    """The _Facts of a model. width: bytes per activation value. compiled: True if kernels are
+    compiled. frozen: True if the norms' weights are not trained. length: tokens in a sequence."""
     if compiled:
         return _Facts(
             norm=2 * width,
@@ -364,7 +386,8 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
 
 
 def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """(bytes per token of a layer, how many of these are its MLP's or experts')."""
+    """(bytes per token that a layer saves for the backward pass, the part of them in its MLP or
+    experts). Sizes are one rank's."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
@@ -396,7 +419,8 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
 
 
 def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
-    """Bytes per token of multi-latent attention, without the norm before it."""
+    """Bytes per token that multi-latent attention saves for the backward pass, without the layer's
+    norm."""
     rotated = config.qk_pos_emb_head_dim
     query = config.qk_head_dim + rotated
     value = config.v_head_dim
@@ -416,8 +440,8 @@ def _activations(
     args: Any, config: Any, stage: int, facts: _Facts, r: RankSizes, lowest: int, tokens: float
 ) -> tuple[float, float, float]:
     """(bytes per token kept for the backward pass, bytes per token of a layer while it is
-    recomputed, bytes per token in host memory). lowest: the first layer with a backward pass.
-    tokens: of a micro-batch on this rank."""
+    recomputed, bytes per token in host memory) on a rank of a pipeline stage. lowest: the first
+    layer with a backward pass. tokens: of a micro-batch on this rank."""
     first = 0 if stage else lowest  # what a later stage receives needs a gradient
     layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage and i >= first]
     if stage == r.pp - 1:
@@ -460,15 +484,16 @@ def _activations(
 def input_activations(
     args: Any, config: Any, tensors: "ModelTensors", length: int, r: RankSizes
 ) -> float:
-    """Bytes that input modules keep, at most: for rows with nothing but such inputs."""
+    """Upper limit of the bytes that a vision tower or another input module saves for the backward
+    pass: as if rows held nothing but its inputs."""
     trained = (tensor.name for tensor in tensors.stages[0] if tensor.is_trained)
     of_token = config.inputs.bytes_of_token(trained, r.w)
     return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
 
 
 def _in_flight(args: Any, config: Any, stage: int) -> float:
-    """The number of micro-batches whose activations a stage holds at once; with virtual stages, in
-    units of a whole stage."""
+    """The number of micro-batches whose activations a pipeline stage holds at once. With virtual
+    stages it can be a fraction, because a chunk of layers counts as a part of the stage."""
     pp = config.pipeline_model_parallel_size
     vpp = config.virtual_pipeline_model_parallel_size or 1
     micro_batches = args.gradient_accumulation_steps or 1
@@ -486,7 +511,8 @@ _OF_LOGIT = 53
 def _loss(
     config: Any, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
 ) -> float:
-    """Bytes of the loss while it is computed."""
+    """Bytes that the loss takes while it is computed: a chunk of logits, hidden states, and the
+    gradient of a trained head. distils: True if the loss compares with a teacher."""
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     of_logit = r.w
@@ -499,7 +525,7 @@ def _loss(
 
 
 def _buffers(config: Any, tokens: float, r: RankSizes) -> float:
-    """Bytes of communication buffers."""
+    """Bytes of a rank's communication buffers. tokens: of a micro-batch on this rank."""
     part = tokens * r.h * r.w / r.sp
     terms = [
         (config.sequence_parallel, part * r.sp),
@@ -524,7 +550,7 @@ def rank_memory(
     on_gpu: bool,
     distils: bool = False,
 ) -> RankMemory:
-    """The memory of a rank of a pipeline stage at the peak of a step.
+    """Predict the memory of a rank of a pipeline stage at the peak of a step.
 
     args: TrainingArguments with the layout of config, a McaModelConfig. length: tokens in a sample
     or row. on_gpu: True if kernels are compiled. distils: True if the loss compares with a teacher.
@@ -556,8 +582,8 @@ def rank_memory(
 
 
 class ModelOfRun:
-    """Facts that all layouts of a run share: shapes of its model, adapters, lengths of a sample's
-    documents, the folder of a reference model. arguments: RunArguments."""
+    """What all layouts of a planned run share: shapes of its model, adapters, lengths of a sample's
+    documents, the folder of a reference model or teacher. arguments: RunArguments."""
 
     def __init__(self, arguments: Any) -> None:
         config = self.config_of(arguments)
@@ -605,13 +631,14 @@ class ModelOfRun:
         return config
 
     def tensors(self, config: Any) -> ModelTensors:
-        """The model's tensors in a config's layout."""
+        """The ModelTensors in the parallel layout of `config`."""
         return ModelTensors(config, self.finetuning, self.source)
 
     def fullest_rank(
         self, args: Any, config: Any, world_size: int, on_gpu: bool
     ) -> tuple[int, RankMemory]:
-        """(pipeline stage, memory) of the rank that needs most memory, in config's layout."""
+        """(pipeline stage, memory) of the rank that needs most memory, in the parallel layout of
+        `config`."""
         stages = range(config.pipeline_model_parallel_size)
         tensors = self.tensors(config)
         length = sum(self.lengths)
@@ -632,7 +659,8 @@ class ModelOfRun:
         return max(enumerate(each), key=lambda pair: pair[1].total)
 
     def _with_hidden_states(self, memory: RankMemory, args: Any, second: Any) -> RankMemory:
-        """The last stage's memory with a resident teacher's hidden states for a step."""
+        """A last-stage rank's memory, with the hidden states that a teacher computes for a step
+        added. If the teacher's scores are computed before training: unchanged."""
         if self.scores_before:
             return memory
         tokens = args.micro_batch_size * sum(self.lengths) / second.context_parallel_size
@@ -657,8 +685,8 @@ class ModelOfRun:
 
 
 def _at_the_peak(memory: RankMemory) -> RankMemory:
-    """A rank's memory if a second model scores the data before the optimizer is made: `reference`
-    becomes what that needs beyond training."""
+    """A rank's memory if a second model scores the data before training, when there is no optimizer
+    state yet. `reference` becomes the bytes by which that phase exceeds training, or 0."""
     before = memory.weights + memory.gradients + memory.reference
     in_training = memory.total - memory.reference
     return replace(memory, reference=max(before - in_training, 0))

@@ -32,7 +32,7 @@ _ALL = "all"
 
 
 def main(words: list[str]) -> int:
-    """Copy and check -> exit code."""
+    """Copy the package as the command line says, and check the copy -> exit code."""
     parser = parser_of("vendor", __doc__)
     parser.add_argument("dst", metavar="DST")
     names = {"nargs": "*", "default": [], "metavar": "NAME"}
@@ -43,13 +43,15 @@ def main(words: list[str]) -> int:
 
 
 class Choice(NamedTuple):
-    """The names to copy. parts: from PARTS, with the parts that they need. tools: from COMMANDS."""
+    """What to copy into the other repository. parts: names in PARTS, with the parts that they need.
+    tools: names in COMMANDS."""
 
     parts: list[str]
     tools: list[str]
 
     def files(self) -> list[Path]:
-        """The files to copy: the core's, the parts' and the tools', sorted, then the licence."""
+        """The files to copy: those of the core, the chosen parts and tools, sorted; then the
+        licence."""
         every_part = _modules_of_parts(PARTS)
         every_tool = _modules_of_tools(COMMANDS)
         here = {path.stem for path in _HOME.glob("*.py")}
@@ -85,8 +87,8 @@ def _vendor(dst: str, parts: list[str], tools: list[str]) -> None:
 
 
 def choose(parts: list[str], tools: list[str]) -> Choice:
-    """The parts and tools of these names, with what they need. Raises UserError for an unknown
-    name, or if their files are missing here too."""
+    """The Choice for names of parts and tools, with the parts that they need. Raises UserError for
+    an unknown name, or if files are missing in this copy of the package too."""
     wanted = _named("--parts", parts, PARTS)
     needed = {need for part in wanted for need in with_needs(part)}
     chosen = [part for part in PARTS if part in needed]
@@ -113,7 +115,8 @@ def _named(option: str, names: list[str], table: Iterable[str]) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError for a folder that cannot become the package."""
+    """Raise UserError if the package cannot be copied to `folder`: it must be a new or empty
+    folder, outside the package, whose name can be imported."""
     key = "DST"
     if folder == _HOME or _HOME in folder.parents:
         refuse(
@@ -202,8 +205,8 @@ _OF_WORLDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPAT
 
 
 def check_copy(folder: Path) -> float:
-    """Import each module of a copy and train a tiny model for one step, in another process -> its
-    loss. Raises UserError with the last lines of its output if it fails."""
+    """Import each module of a copied package and train a tiny model for one step, in another
+    process -> its loss. Raises UserError with the last lines of the output if that fails."""
     with tempfile.TemporaryDirectory() as place:
         Path(place, "model").mkdir()
         for name, content in _FILES.items():

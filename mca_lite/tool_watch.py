@@ -28,7 +28,7 @@ _ENDED = ("finished", "interrupted", "failed")
 
 
 def main(words: list[str]) -> int:
-    """Watch the runs -> exit code."""
+    """Show runs in the terminal as the command line says -> exit code."""
     parser = parser_of("watch", __doc__)
     parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR", help="of a run")
     seconds = at_least(0.1, float)
@@ -61,7 +61,7 @@ def _watch(options: Any) -> int | None:
 
 
 def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
-    """The runs as columns of text, in lines of at most `columns` characters; as many runs side by
+    """One screen as text lines of at most `columns` characters: runs as columns, as many side by
     side as fit."""
     per_line = max(1, (columns - _NAME) // _COLUMN)
     width = min(_COLUMN, columns - _NAME)
@@ -78,9 +78,8 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
-    """{line name: text} of a run's column, with important lines repeated at the top. A metric's
-    text is its newest value and a sparkline of all its values, `width` characters in all.
-    """
+    """{line name: text} of a run's column, with important lines repeated at the top. For a metric
+    the text is its newest value and a sparkline of all its values."""
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}
@@ -93,7 +92,8 @@ def _cells(run: RunFolder, width: int) -> dict[str, str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`width` blocks of eight heights that show the values from first to last."""
+    """A text of `width` block characters, with eight heights, that shows the values from first to
+    last."""
     low = min(values)
     span = max(values) - low or 1.0
     places = (i * (len(values) - 1) // max(1, width - 1) for i in range(width))
