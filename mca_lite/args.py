@@ -87,7 +87,7 @@ def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any
 
 @dataclass(kw_only=True)
 class ModelArguments(ArgumentGroup):
-    """Model."""
+    """Model: its folder or hub name, initial weights and new tokens."""
 
     model_name_or_path: str = arg(MISSING, "folder with config.json, or model of the hub")
     train_from_scratch: bool = flag("random weights in place of those of model_name_or_path")
@@ -100,7 +100,7 @@ class ModelArguments(ArgumentGroup):
 
 @dataclass(kw_only=True)
 class DataArguments(ArgumentGroup):
-    """Datasets."""
+    """Datasets: their files, mix, tokenising, chat template and packing."""
 
     dataset: list[str] = arg(
         [], "required to train: files, or names in dataset_info.json; a list, or joined by commas"
@@ -179,7 +179,7 @@ class DataArguments(ArgumentGroup):
 
 @dataclass(kw_only=True)
 class FinetuningArguments(ArgumentGroup):
-    """Objective, and the weights in training."""
+    """Training objective, and which weights are trained."""
 
     stage: str = arg(
         "sft",
@@ -200,7 +200,7 @@ class FinetuningArguments(ArgumentGroup):
 
 @dataclass(kw_only=True)
 class UseMcaArguments(ArgumentGroup):
-    """Backend."""
+    """Backend: megatron-core or plain torch."""
 
     use_mca: bool = arg(True, "true: megatron-core; false: plain torch DDP")
 
@@ -623,7 +623,7 @@ class RunArguments:
         return copied
 
     def to_dict(self) -> dict[str, Any]:
-        """Key -> value in effect, for every group."""
+        """Key -> value in effect, for the keys of every group."""
         return {key: getattr(self, key) for key in key_fields()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
@@ -663,7 +663,7 @@ def key_groups() -> tuple[type[ArgumentGroup], ...]:
 
 
 def key_fields() -> dict[str, dataclasses.Field[Any]]:
-    """Key -> its dataclass field, for every group."""
+    """Key -> its dataclass field, for the keys of every group."""
     return _fields_of(key_groups())
 
 
@@ -694,10 +694,10 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     """The arguments of a run, from its command line (argv None: sys.argv).
 
     Words are `key=value`, `--key=value` or `--key value`, in any order, and the path of at most one
-    config file, which ends in .yaml, .yml or .json. A lone `--key` means true, unless the config
-    file's path follows it. Words override the file, and later words earlier ones; null means the
-    default. The model's config.json, from its folder or the hub, is checked against the parallel
-    layout.
+    config file, which ends in .yaml, .yml or .json. A lone `--key` means true, but a plain word
+    after it, such as that path, is taken as its value. Words override the file, and later words
+    earlier ones; null means the default. The model's config.json, from its folder or the hub, is
+    checked against the parallel layout.
 
     needs_world: False, for commands that only read a configuration, skips the check that the
     parallel layout fits a single process without torchrun.

@@ -103,7 +103,7 @@ def check_records(objective: Objective, judge: Judge) -> None:
 
 
 def normalise_data(a: Keys) -> None:
-    """Convert val_size to int in place if it is a whole number of samples."""
+    """Convert val_size to int, in place, if it is a number of samples rather than a fraction."""
     if a.val_size >= 1 and float(a.val_size).is_integer():
         a.val_size = int(a.val_size)
 

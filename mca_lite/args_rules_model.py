@@ -300,8 +300,8 @@ def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
 
     @functools.cache
     def best(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
-        """(smallest sum, layers per stage) for the layers from `first` on, over stages from `stage`
-        on."""
+        """The best split of the layers from `first` on over the stages from `stage` on -> (sum of
+        the stages' costs to the power of 8, layers per stage)."""
         if stage == stages - 1:
             return (before[n] - before[first] + head) ** 8, (n - first,)
         options = []

@@ -191,7 +191,7 @@ _CASTS: dict[Any, Callable[..., Any]] = {
 
 
 def show_count(count: int, word: str) -> str:
-    """A count with its noun: 1 step, 3 steps."""
+    """A count with its noun, such as "1 step" or "3 steps"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 

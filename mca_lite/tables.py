@@ -319,7 +319,7 @@ OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(stage: str, **fields: Any) -> Objective:
-    """Add a row to OBJECTIVES, so that `stage: <name>` selects it, and return it.
+    """Add a training objective that `stage: <name>` selects, and return its row of OBJECTIVES.
 
     fields: those of Objective; `records` is required. Call it on every rank before the
     configuration is parsed. ValueError if the name exists or `records` is unknown, TypeError if the
@@ -405,8 +405,8 @@ def register_optimizer(
     aliases: tuple[str, ...] = (),
     **fields: Any,
 ) -> None:
-    """Add a row to OPTIMIZERS: `optim: <name>` then trains with the optimizer that `make` builds,
-    on both backends. Under megatron-core it updates float32 master weights.
+    """Add an optimizer: `optim: <name>` then trains with the one that `make` builds, on both
+    backends. Under megatron-core it updates float32 master weights.
 
     aliases: other names for it.
     fields: those of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
@@ -602,5 +602,6 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
 
 
 def registered_columns() -> dict[str, Column]:
-    """The columns that user scripts registered."""
+    """{name: Column} for the columns that data files may give: those that user scripts
+    registered."""
     return {name: column for name, column in COLUMNS.items() if column.is_registered}

@@ -30,7 +30,8 @@ _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
 
 
 def main(words: list[str]) -> int:
-    """Generate answers as the command line says -> exit code."""
+    """Answer the evaluation set, or the prompts in a file, as the command line says ->
+    exit code."""
     parser = parser_of("generate", __doc__)
     add = parser.add_argument
     number = at_least(1)
@@ -63,7 +64,7 @@ def main_chat(words: list[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that both commands have."""
+    """Add the command line options that `generate` and `chat` share."""
     rows = (
         ("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known"),
         ("--max-new-tokens", "N", at_least(1), "the longest answer (the model's, or 512)"),

@@ -180,7 +180,8 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ValueError for a value of the wrong type in generation_config.json."""
+    """Raise ValueError if a number in generation_config.json, such as temperature, has the wrong
+    type."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     for key in _NUMBERS:
@@ -231,13 +232,13 @@ def stop_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def until_stop(ids: list[int], stop: list[int]) -> list[int]:
-    """The tokens before the first one that is in `stop`."""
+    """The token ids before the first one that is in `stop`; all of them if none is."""
     return list(itertools.takewhile(lambda token: token not in stop, ids))
 
 
 def last_turn(document: dict[str, Any]) -> tuple[list[int], list[int]] | None:
-    """(tokens before the last run of trained tokens, that run) of a document {"input_ids",
-    "labels"}; None if no token is trained."""
+    """(prompt, answer) as token ids, for the last answer with loss in a document {"input_ids",
+    "labels"}; None if no token has loss. The prompt is everything before that answer."""
     ids = np.asarray(document["input_ids"])
     labels = np.asarray(document["labels"])
     trained = np.flatnonzero(labels != IGNORE_INDEX)
@@ -277,8 +278,9 @@ def pictures_before(
 def turns_of(
     dataset: Any, numbers: Iterable[int], model: Any, tokenizer: Any
 ) -> list[tuple[Any, ...]]:
-    """(number, prompt tokens, answer text, prompt pictures) for the last turn with loss in each
-    sample; in a pair, in the chosen answer. Samples without such a turn are skipped."""
+    """(sample number, prompt tokens, answer text, prompt pictures) for the last answer with loss in
+    each of the samples `numbers`; in a preference pair, for the chosen one. Samples without loss
+    are skipped."""
     stop = stop_ids(model, tokenizer)
     turns = []
     for number in numbers:
@@ -388,7 +390,8 @@ def _joined(
 
 
 def _generation_config(model: Any, stop: list[int], decoding: Decoding) -> Any:
-    """A copy of the model's GenerationConfig with the values of `decoding`."""
+    """A copy of the model's GenerationConfig with the settings of `decoding`, and `stop` as end
+    tokens."""
     config = copy.deepcopy(model.generation_config)
     if decoding.temperature == 0:
         # set the defaults, because with None generate() takes the model's values and warns
@@ -423,7 +426,8 @@ def stream(
 
 
 class _Streamer(TextStreamer):
-    """Prints whole words of an answer, without the prompt and the end token."""
+    """A transformers streamer that prints whole words of an answer, without the prompt and the end
+    token, and collects them in `text`."""
 
     def __init__(self, tokenizer: Any, stop: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -476,7 +480,8 @@ class Answers(TrainerCallback):
         trainer.answers = self
 
     def measure(self, dataset: Any) -> dict[str, tuple[float, int]]:
-        """Answer a dataset -> {metric: (sum, count)}, the same on every rank. Collective."""
+        """Generate answers to a dataset's samples and score them -> {metric: (sum, count)}, the
+        same on every rank. Collective."""
         self.lines = self.generate(dataset)
         matches = sum(line["exact_match"] for line in self.lines)
         overlaps = sum(rouge_l(line["answer"], line["expected"]) for line in self.lines)
@@ -555,7 +560,8 @@ def check_room(backend: Any) -> None:
 
 
 def free_memory() -> float:
-    """Free bytes on this rank's device."""
+    """Bytes that this rank can still use: on its GPU, or on a machine without GPUs its share of
+    free host memory."""
     if torch.cuda.is_available():
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached

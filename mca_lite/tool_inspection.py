@@ -96,7 +96,8 @@ class Part:
 
 
 class DataInspector:
-    """Facts about the datasets of a run.Plan. shown: how many samples to show per dataset."""
+    """Collects facts about the datasets of a run.Plan, such as duplicates. shown: how many samples
+    to show per dataset."""
 
     def __init__(self, plan: Plan, shown: int) -> None:
         self.shown = shown
@@ -114,7 +115,7 @@ class DataInspector:
         self.media.is_read = False  # only the shown samples' pictures are read
 
     def records(self) -> dict[str, int]:
-        """{"read": count, problem: count} of the records in the files of all datasets."""
+        """{"read": count, then each defect: count} of the records in the files of all datasets."""
         tallies = {}
         for dataset in self.sets.values():
             tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
@@ -124,7 +125,7 @@ class DataInspector:
         return counts
 
     def parts(self) -> Iterator[Part]:
-        """Yield a Part for each dataset, training first. Each sample is read and checked."""
+        """Yield a Part with the facts about each dataset, training first. Reads the samples."""
         trained_on: set[int] = set()
         trained_shards: set[Path] = set()
         for name, dataset in self.sets.items():
@@ -151,7 +152,7 @@ class DataInspector:
             yield part
 
     def _ends_of_texts(self, shard: Any) -> np.ndarray:
-        """Indices after the end token of each joined text."""
+        """Indices in shard.tokens just after the end token of each joined text."""
         return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
@@ -187,7 +188,7 @@ class DataInspector:
         return hashes
 
     def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter[str]) -> None:
-        """Add a document's pictures, placeholders and tokens to `counts`."""
+        """Add the number of pictures, placeholder tokens and tokens in a document to `counts`."""
         is_image = np.append(np.isin(tokens, self.media.token_ids), False)
         counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
         counts["placeholders"] += int(is_image.sum())
@@ -276,7 +277,7 @@ class DataInspector:
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """("from-to", count of lengths in it) for at most 12 bars of equal width."""
+    """[("from-to", count)] of lengths, for at most 12 ranges of equal width."""
     least = int(lengths.min())
     width = math.ceil((int(lengths.max()) - least + 1) / _MAX_BARS)
     counts = np.bincount((lengths - least) // width).tolist()
@@ -290,8 +291,8 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 def check(arguments: RunArguments) -> None:
     """Print what a run in a world of WORLD_SIZE ranks begins with: model, data, steps, and each
-    rank's tensors and first batches. Raises the errors that the run would raise before its first
-    step."""
+    rank's tensors and first batches. Raises the errors in configuration, model files, data and
+    checkpoints that would stop the run."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder

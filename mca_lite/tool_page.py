@@ -138,7 +138,8 @@ class RunFolder:
         return [f"{self.name} cannot be read: {reason}" for reason in self.problems.values()]
 
     def config(self) -> dict[str, str]:
-        """Key -> text in config.yaml; {} if there is no such file."""
+        """{key: text} from the run's config.yaml; {} if there is no such file or it
+        cannot be read."""
         if not (self.folder / RUN_CONFIG_NAME).exists():
             return {}
         return self._try(RUN_CONFIG_NAME, lambda path: _texts(read_config_file(path)), {})
@@ -245,7 +246,8 @@ def beside(columns: Iterable[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def draw(args: Any) -> None:
-    """Draw report.html and training_loss.png for a run, if its TrainingArguments ask for them."""
+    """Write report.html and training_loss.png into a run's output_dir, if its TrainingArguments ask
+    for them."""
     run = RunFolder(args.output_dir)
     if args.plot_loss:
         plot_loss(run, run.folder / LOSS_PLOT_NAME)

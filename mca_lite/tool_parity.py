@@ -182,7 +182,8 @@ class _Part:
         return _Share(self.backend.dp_rank, index, self.places, on_cpu, losses)
 
     def outputs_and_logits(self) -> dict[str, torch.Tensor]:
-        """This rank's share of outputs and logits, each sent by one rank only. Collective over the
+        """The tensors that this rank sends for comparison: its share of outputs, and of logits on
+        tensor-parallel rank 0 of the last stage. No data is sent by two ranks. Collective over the
         tensor-parallel ranks of the last stage."""
         sent = dict(self.outputs)
         if self.tp_rank >= len(self.cuts):

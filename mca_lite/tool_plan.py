@@ -245,8 +245,8 @@ def _link(ranks: float, rates: Rates) -> float:
 
 
 def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: Rates) -> float:
-    """Seconds that a rank communicates in a step for tensor, context, expert and pipeline
-    parallelism."""
+    """Seconds per step that a rank communicates for tensor, context, expert and pipeline
+    parallelism. sample: tokens in a sample."""
     from .tool_plan_memory import RankSizes
 
     r = RankSizes(config)
@@ -580,6 +580,6 @@ def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]
 
 
 def _words(keys: dict[str, Any]) -> list[str]:
-    """Keys and values as command line words, quoted for a shell."""
+    """{key: value} as command line words key=value, quoted for a shell."""
     texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in keys.items()}
     return [f"{key}={shlex.quote(text)}" for key, text in texts.items()]

@@ -582,8 +582,8 @@ def rank_memory(
 
 
 class ModelOfRun:
-    """What all layouts of a planned run share: shapes of its model, adapters, lengths of a sample's
-    documents, the folder of a reference model or teacher. arguments: RunArguments."""
+    """Facts that all layouts of a planned run share: shapes of its model, adapters, lengths of a
+    sample's documents, the folder of a reference model or teacher. arguments: RunArguments."""
 
     def __init__(self, arguments: Any) -> None:
         config = self.config_of(arguments)

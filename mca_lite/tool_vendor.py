@@ -43,15 +43,15 @@ def main(words: list[str]) -> int:
 
 
 class Choice(NamedTuple):
-    """What to copy into the other repository. parts: names in PARTS, with the parts that they need.
-    tools: names in COMMANDS."""
+    """The files to copy into another repository, by name. parts: names in PARTS, with the parts
+    that they need. tools: names in COMMANDS."""
 
     parts: list[str]
     tools: list[str]
 
     def files(self) -> list[Path]:
-        """The files to copy: those of the core, the chosen parts and tools, sorted; then the
-        licence."""
+        """Paths of the files to copy: those of the core, of the chosen parts and of the chosen
+        tools, sorted; then the licence."""
         every_part = _modules_of_parts(PARTS)
         every_tool = _modules_of_tools(COMMANDS)
         here = {path.stem for path in _HOME.glob("*.py")}

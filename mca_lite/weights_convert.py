@@ -138,7 +138,7 @@ def degree(row: Row, config: Any) -> int:
 
 
 def _whole_shape(row: Row, shape: Sequence[int], config: Any) -> list[int]:
-    """The shape of a whole megatron tensor, given the shape of one rank's shard."""
+    """The shape of a whole megatron tensor, given the shape of one tensor-parallel rank's shard."""
     whole = list(shape)
     if row.axis is not None:
         whole[row.axis] *= degree(row, config)
@@ -297,7 +297,8 @@ def forms_of(models: Any) -> NamedTensors:
 
 
 def own_parameters(models: Any) -> dict[tuple[str, int | None], torch.Tensor]:
-    """{(megatron name with {} for the layer, layer index): parameter} for this rank."""
+    """{(megatron name, layer index): parameter} for this rank. Names have {} for the layer; the
+    index is None outside the layers."""
     named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
     return {(name, layer): parameter for name, layer, parameter in named}
 

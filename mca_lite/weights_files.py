@@ -182,7 +182,7 @@ def _is_stacked(model_type: str | None) -> bool:
 
 
 def _stacked_experts() -> Any:
-    """Import the module for stacked experts. UserError if its file is missing."""
+    """Import the module that reads and writes stacked experts. UserError if its file is missing."""
     return function_of(TENSOR_FORMATS["stacked_experts"])
 
 
@@ -286,12 +286,11 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 
 class SafetensorsSource:
-    """The safetensors of a folder or hub model, read in slices. Tensors have the names of
+    """A TensorSource for the safetensors of a folder or hub model. Tensors have the names of
     transformers' modules, and single experts the names used by most files.
 
-    is_older: True if the files use older names.
-    stored: the names in the files.
-    format: how the files stack experts (part_stacked.format_of), "" if they do not.
+    is_older: True if the files use older names. stored: the names in the files. format: how the
+    files stack experts (part_stacked.format_of), "" if they do not.
     """
 
     def __init__(self, model_name_or_path: str):
@@ -372,9 +371,8 @@ def _open_files(folder: Path) -> dict[str, Any]:
 
 
 def check_shape(source: TensorSource, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) -> None:
-    """Raise ValueError unless the source's tensor has shape `wanted`. remedy: the end of the
-    message.
-    """
+    """Raise ValueError unless the tensor `name` of the source has shape `wanted`. remedy: advice at
+    the end of the message."""
     got = source.shape(name)
     if got != wanted:
         raise ValueError(f"{name} has shape {got}, expected {wanted}: {remedy}")
