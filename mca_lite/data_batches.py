@@ -221,7 +221,7 @@ class Limits(NamedTuple):
             longest <= self.positions,
             f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
             "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
-            "raise it there",
+            "scale them (rope_scaling)",
         )
 
 

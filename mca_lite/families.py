@@ -561,6 +561,14 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
     return FAMILIES[SAME_AS.get(model_type, model_type)]
 
 
+def needs_file(values: dict[str, Any]) -> bool:
+    """True for the contents of a config.json that transformers has to read from the file: without
+    it, it would choose another class."""
+    kind = str(values.get("model_type"))
+    is_special = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
+    return kind not in SAME_AS and (kind not in FAMILIES or is_special)
+
+
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
     """Refuse a config.json whose model_type the backend does not train; the Problem is added to
     `judge`. Without use_mca any causal language model of transformers passes."""

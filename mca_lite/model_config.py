@@ -28,7 +28,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, expect, refuse
-from .families import FAMILIES, SAME_AS, get_family
+from .families import FAMILIES, SAME_AS, get_family, needs_file
 from .families_rows import has_value_head
 from .files import (
     HF_CONFIG_NAME,
@@ -545,10 +545,8 @@ def load_hf_config(
         check_numbers(values, judge)
         judge.close()
     kind = str(values.get("model_type"))
-    # for these, only reading the file makes transformers choose the right class
-    needs_file = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
     try:
-        if kind in SAME_AS or (kind in FAMILIES and not needs_file):
+        if not needs_file(values):
             keys = {**copy.deepcopy(values), "model_type": SAME_AS.get(kind, kind)}
             keys.pop("_name_or_path", None)  # where the folder was before
             return transformers.AutoConfig.for_model(**keys, name_or_path=model_name_or_path)

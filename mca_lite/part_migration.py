@@ -121,7 +121,7 @@ config
 
 values other than those of the model's config.json
 config.json
-rope_scaling num_experts num_moe_experts moe_*
+num_experts num_moe_experts moe_*
 
 label smoothing of tokens (dpo_label_smoothing is that of pairs)
 register_objective, with a loss on the logits

@@ -89,6 +89,7 @@ PARTS = {
         "recompute_keep=core_attn activation_offloading=true mlp_chunk_size",
         needs="cudnn",
     ),
+    "rope": Part("part_rope_keys", "rope_scaling"),
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
     ),

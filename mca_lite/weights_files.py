@@ -122,14 +122,18 @@ def _in_shards(
         yield shard
 
 
+# what a rotary scaling is counted from, and reaches
+_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
+
+
 def write_hf_config(
     hf_config: dict[str, Any], source: str | None, folder: Path, dtype: torch.dtype
 ) -> list[str]:
     """Write config.json to `folder` -> [its name].
 
     It is a copy of the source model's config.json, or of hf_config if there is none. Dtype,
-    vocabulary size, number of multi-token prediction layers and a value head's keys come from
-    `dtype` and hf_config.
+    vocabulary size, number of multi-token prediction layers, scaled rotary parameters and a value
+    head's keys come from `dtype` and hf_config.
     """
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
@@ -139,6 +143,13 @@ def write_hf_config(
     trained = text_values(hf_config)
     if "vocab_size" in trained:
         text["vocab_size"] = trained["vocab_size"]
+    rope = trained.get("rope_parameters") or {}
+    own = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    own = {"rope_type": own.get("type"), "rope_theta": text.get("rope_theta"), **own}
+    if "factor" in rope and any(own.get(key) != value for key, value in rope.items()):
+        text.pop("rope_scaling", None)
+        names = ("rope_parameters", *_POSITIONS)
+        text |= {key: trained[key] for key in names if key in trained}
     family = FAMILIES.get(str(hf_config.get("model_type")))
     key = PREDICTION_KEY
     if family is not None and family.prediction:

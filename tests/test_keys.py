@@ -527,6 +527,7 @@ SHOWN_BY = {
     "test_the_cache_knows_the_folder_of_relative_paths_and_bad_records_are_left_out",
     "image_max_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
     "image_min_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
+    "rope_scaling": "test_rope.py::test_the_key_trains_as_a_config_json_with_its_numbers",
     "video_fps": "test_video.py::test_records_spell_a_video_in_many_ways",
     "video_maxlen": "test_video.py::test_keys_choose_frames_and_their_sizes",
     "video_max_pixels": "test_video.py::test_keys_choose_frames_and_their_sizes",

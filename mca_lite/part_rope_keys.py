@@ -1,0 +1,113 @@
+"""The key rope_scaling: another rotary scaling than config.json's, for rows longer than the model's
+positions.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .args_values import ArgumentGroup, cast, optional
+from .errors import Judge, expect
+from .families import needs_file
+from .files import text_values
+from .tables import register_keys
+
+BEFORE, POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
+# type -> its fields; those of the model's frequencies stay when the type changes
+_FIELDS = {
+    "linear": "factor rope_theta",
+    "llama3": f"factor rope_theta {BEFORE} low_freq_factor high_freq_factor",
+    "yarn": f"factor rope_theta {BEFORE} attention_factor beta_fast beta_slow mscale "
+    "mscale_all_dim truncate",
+}
+_KEPT = "rope_theta partial_rotary_factor mrope_section mrope_interleaved llama_4_scaling_beta"
+_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+_KINDS = {"truncate": bool, BEFORE: int}
+
+
+def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
+    """Set the rotary parameters in the contents of a config.json, in place, and the number of
+    positions -> the fields of the scaling.
+
+    given: a mapping like transformers' rope_parameters; or the name of a type, whose factor is then
+    that of rows of `length` tokens, rounded up. A field that is not given is the model's own if its
+    type is the same. ValueError, with what was expected.
+    """
+    text = text_values(config)
+    own = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    expect(isinstance(own, dict), f"expected a mapping in config.json, got {own!r}")
+    own = dict(own)
+    before = own.pop("type", "default")
+    before = own.pop("rope_type", before)
+    why = "the model's config.json has to say it: transformers reads the file itself"
+    expect("model_class" not in config and not needs_file(config), why)
+    why = "the model's config.json has to say it: kinds of layers differ in their rotary parameters"
+    several = any(isinstance(value, dict) for value in own.values())
+    expect(not several and "rope_local_base_freq" not in text, why)
+    positions = own.get(BEFORE) or text.get(BEFORE) or text.get(POSITIONS) or 0
+    if given in (*_FIELDS,):
+        why = "the model is scaled already: expected a mapping, with the factor meant"
+        expect(before in ("default", "mrope"), why)
+        expect(positions, f"config.json has no {POSITIONS}: expected a mapping")
+        given = {"rope_type": given, "factor": max(1, math.ceil(length / positions))}
+    given = cast(given, dict[str, Any])
+    kind = given.pop("type", None)
+    kind = given.pop("rope_type", kind)
+    expect(kind in (*_FIELDS,), f"expected rope_type {', '.join(_FIELDS)}, got {kind!r}")
+    fields = {}
+    for name, value in given.items():
+        expect(name in _FIELDS[kind].split(), f"{kind} has no {name}, but {_FIELDS[kind]}")
+        try:
+            fields[name] = cast(value, _KINDS.get(name, float))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}, got {value!r}") from None
+        least = 1 if name in ("factor", BEFORE) else 0
+        expect(fields[name] >= least, f"{name}: expected at least {least}, got {value!r}")
+    kept = own if before == kind else {name: own[name] for name in _KEPT.split() if name in own}
+    rope = {**_DEFAULTS.get(kind, {}), **kept, **fields, "rope_type": kind}
+    expect("factor" in rope, "expected a factor")
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        wanted = "expected 0 < low_freq_factor < high_freq_factor"
+        expect(0 < low < high, f"{wanted}, got {low} and {high}")
+    if kind != "linear":  # its factor counts from max_position_embeddings
+        original = rope.setdefault(BEFORE, positions)
+        expect(original, f"config.json has no {POSITIONS}: expected {BEFORE}")
+        text[POSITIONS] = max(text.get(POSITIONS) or 0, int(original * rope["factor"]))
+        if BEFORE in text:  # transformers prefers it
+            text[BEFORE] = original
+    text.pop("rope_scaling", None)
+    text["rope_parameters"] = rope
+    return {name: rope[name] for name in ("rope_type", *_FIELDS[kind].split()) if name in rope}
+
+
+@dataclass(kw_only=True)
+class RopeArguments(ArgumentGroup):
+    """Rotary scaling."""
+
+    rope_scaling: Any = optional(
+        "rotary scaling in place of the model's, saved in exports' config.json: a mapping "
+        "{rope_type: yarn, factor: 4.0, ...}, or linear, llama3 or yarn alone, with the factor of "
+        "cutoff_len; a reference or teacher in another folder keeps its own"
+    )
+
+    def resolve(self, judge: Judge) -> None:
+        """Merge the key into the contents of the model's config.json, which all else reads."""
+        super().resolve(judge)
+        run = judge.arguments
+        if self.rope_scaling is None or not getattr(run, "model_config", None):
+            return
+        try:
+            self.rope_scaling = scale(self.rope_scaling, run.model_config, run.cutoff_len)
+        except ValueError as error:
+            remedy = "rope_scaling: yarn, or a mapping {rope_type: yarn, factor: 4.0}"
+            judge.refuse("rope_scaling", str(error), remedy)
+            return
+        if run.finetuning_type == "lora":
+            self.notes.append(
+                "rope_scaling: an adapter's files do not hold it: set the same in the config.json "
+                "of the base wherever they are used"
+            )
+
+
+register_keys("rope", RopeArguments, fixed=("rope_scaling",))
