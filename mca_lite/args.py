@@ -498,8 +498,8 @@ class TrainingArguments(ArgumentGroup):
     check = check_training
 
     def leave_out_megatron(self) -> None:
-        """Reset the keys that only megatron-core uses to their defaults, because the run uses plain
-        torch. A line in `notes` names each key that had another value."""
+        """Reset the keys that were set and that only megatron-core uses to their defaults, because
+        the run uses plain torch. A line in `notes` names each of them."""
         for item in dataclasses.fields(self):
             if item.name in self.changed and not item.metadata.get("torch", True):
                 setattr(self, item.name, default_of(item))
@@ -513,7 +513,7 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def process_index(self) -> int:
-        """This process's rank: torchrun's RANK, or 0 without torchrun."""
+        """This process's global rank: torchrun's RANK, or 0 without torchrun."""
         return world.current().rank
 
     @property
@@ -536,7 +536,7 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of a micro-batch: per_device_train_batch_size."""
+        """Samples in a micro-batch of one data-parallel rank: per_device_train_batch_size."""
         return self.per_device_train_batch_size
 
     @property

@@ -363,7 +363,7 @@ class ArgumentGroup:
         return {key if name is True else name: getattr(self, key) for key, name in names.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of the values in effect, by field name."""
+        """{field name: value in effect}, as a deep copy."""
         return dataclasses.asdict(self)
 
 

@@ -171,8 +171,8 @@ def _latent_fields(hf: Any) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: Any) -> dict[str, Any]:
-    """Config fields for gpt-oss. Its softmax over the chosen experts equals a softmax over all
-    experts that is normalised over the chosen ones."""
+    """Config fields for gpt-oss: experts in each layer, and biases in attention. Its softmax over
+    the chosen experts equals a softmax over all experts that is normalised over the chosen ones."""
     return {
         **_experts_everywhere(hf),
         "add_qkv_bias": hf.attention_bias,

@@ -136,7 +136,7 @@ def _check_policy_run(a: Any, judge: Judge) -> None:
 
 
 def _describe_policy(a: Any) -> str:
-    """Text about the loss for the start summary."""
+    """Text about the policy loss, its clipping and KL penalty for the start summary."""
     text = f"{loss_of_stage(a)}, clip {a.clip_low:g}"
     if a.clip_high is not None:
         text += f" and {a.clip_high:g}"

@@ -205,7 +205,7 @@ def register_keys(
 
     part: name of the group in KEY_GROUPS.
     rules: Rules over the keys of all groups.
-    needs: args_rules_training.Needs of these keys.
+    needs: args_rules_training.Need rows, for keys that have no effect unless another key is set.
     fixed: keys that must not change when a run is resumed.
     of_stages: if True, a key works only in stages whose row in OBJECTIVES names it under `keys`;
     elsewhere a note says that it has no effect.

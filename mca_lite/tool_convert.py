@@ -126,8 +126,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     to `dst` -> a line to print.
 
     W + scale * B A is computed in float32 and stored in W's dtype; host memory holds one file's
-    tensors. Raises ValueError if dst is not empty, if src is not such a model, or if the adapter is
-    damaged or belongs to another model.
+    tensors. Raises ValueError if dst is not empty, if src is no Hugging Face model, or if the
+    adapter is damaged or belongs to another model.
     """
     _refuse_full(dst)
     resolve_folder(src)

@@ -81,13 +81,18 @@ def load_for_generation(
     before: bool = False,
     trusted: Collection[str | None] = (),
 ) -> tuple[Any, Any]:
-    """(transformers model, tokenizer) from a folder, ready to generate, in the dtype of its files.
+    """Load a model for generate() -> (transformers model in evaluation mode, tokenizer), in the
+    dtype of its files.
 
-    path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
-    before: if True, load the model as it was before training, with the tokenizer of `path`. base:
-    where that model or the adapter's base is; None: as the run's config.yaml or the adapter says.
-    trusted: names of models that may run code. Raises ValueError for other folders, and for parts
-    of different models.
+    path: a folder with a model in Hugging Face's format, or with an adapter, which is merged into
+    its base in memory.
+    before: if True, load the model as it was before training, with the tokenizer of `path`.
+    base: where the model before training, or the adapter's base, is; None: as the run's config.yaml
+    or the adapter says.
+    trusted: names of models that may run code.
+
+    Raises ValueError if the folder has neither a model nor an adapter, or if adapter and base do
+    not fit together.
     """
     disable_progress_bar()
     folder = resolve_folder(str(path))
@@ -363,8 +368,8 @@ def continuations(
 
 
 def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator[list[int]]:
-    """Indices of up to `size` prompts of similar length that have the same limit of new tokens.
-    (Next to a prompt near the model's last position, a shorter one would be cut off too.)"""
+    """Yield batches of prompt indices. A batch has up to `size` prompts of similar length, all with
+    the same limit of new tokens, because generate() takes one limit per batch."""
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     for _, group in itertools.groupby(order, key=limits.__getitem__):
         alike = list(group)
@@ -569,7 +574,8 @@ def free_memory() -> float:
 
 
 def rouge_l(answer: str, expected: str) -> float:
-    """ROUGE-L's F1: twice the longest common subsequence of words, over the words of both texts."""
+    """ROUGE-L's F1 of two texts, 0 to 1: twice the longest common subsequence of words, divided by
+    the number of words in both texts. 1 if both have no words."""
     a = _WORD.findall(answer.lower())
     b = np.array(_WORD.findall(expected.lower()))
     if not a or not len(b):

@@ -384,10 +384,10 @@ class _Planned:
         return super().common_length(max(longest, self.at_least))
 
     def use_loss(self, of_logits: Any) -> None:
-        """Do nothing, because nothing is computed."""
+        """Do nothing: a dry run computes no loss."""
 
     def expect_weighted_losses(self) -> None:
-        """Do nothing, because nothing is computed."""
+        """Do nothing: a dry run computes no loss."""
 
 
 class _PlannedMegatron(_Planned, MegatronBackend):
@@ -524,7 +524,8 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict[str, Any]]]:
 
 
 def _spans(layers: list[Any]) -> str:
-    """ "  layers 0-3" for [0, 1, 2, 3], "  layers 1, 3" for [1, 3]; "" for [None] and []."""
+    """Text about a tensor's layers: "  layers 0-3" for [0, 1, 2, 3], "  layers 1, 3" for [1, 3], ""
+    for [None] and []."""
     if layers in ([], [None]):
         return ""
     first = layers[0]

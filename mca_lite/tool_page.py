@@ -262,7 +262,8 @@ def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def plot_loss(run: RunFolder, path: Path) -> None:
-    """Write a plot of loss, smoothed loss and eval_loss over steps. Needs matplotlib."""
+    """Write a PNG plot of loss, smoothed loss and eval_loss over the steps to `path`. Needs
+    matplotlib."""
     # Figure and Agg are used directly: pyplot would choose a backend for the whole process and keep
     # every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -138,8 +138,8 @@ def _fill_adapters(model: Any, plan: run.Plan) -> None:
 
 
 def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
-    """[loss sum, count] per micro-batch; [] except on the last pipeline stage. Gradients stay in
-    the backend."""
+    """Run the forward and backward passes of a step -> [loss sum, count] per micro-batch; [] except
+    on the last pipeline stage. Gradients stay in the backend."""
     metrics = compute_gradients(trainer.backend, trainer, trainer.forward_step, batches)
     return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 

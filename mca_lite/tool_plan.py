@@ -173,8 +173,9 @@ def _kernels(
     rates: Rates,
     reference: float,
 ) -> tuple[float, float]:
-    """Seconds of (layers, head and loss) in a step, if one device ran it all. squares: sum of
-    squared lengths of all documents; lengths: those in one sample."""
+    """Seconds of GPU kernels in a step if one device ran it all: (in the layers, in the output
+    layer and loss). squares: sum of squared lengths of all documents. lengths: those in one sample.
+    """
     recomputes = _recomputed(config)
     head = sizes.hidden_size * sizes.vocab_size
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
@@ -217,9 +218,9 @@ def _recomputed(config: Any) -> float:
 def _of_stages(
     args: Any, config: Any, in_layers: float, of_head: float, rates: Rates
 ) -> tuple[float, float]:
-    """Seconds of a step on a pipeline stage, (mean, slowest): the time of its kernels, or of the
-    host to launch them if that is longer. in_layers, of_head: seconds of kernels per rank, on
-    average."""
+    """(mean, slowest) seconds of a step on the pipeline stages. A stage takes the time of its
+    kernels, or of the host to launch them if that is longer. in_layers, of_head: seconds of kernels
+    per rank, on average."""
     from .tool_plan_memory import stages_of_layers
 
     pp = config.pipeline_model_parallel_size

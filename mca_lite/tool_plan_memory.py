@@ -190,7 +190,7 @@ class ModelTensors:
 
 
 def stages_of_layers(config: Any) -> list[int]:
-    """The pipeline rank of each decoder layer."""
+    """The pipeline rank of each decoder layer, in the order of the layers."""
     pp = config.pipeline_model_parallel_size
     chunks = pp * (config.virtual_pipeline_model_parallel_size or 1)
     layout = config.pipeline_model_parallel_layout
@@ -669,8 +669,8 @@ class ModelOfRun:
         return replace(memory, reference=memory.reference + size)
 
     def forward_passes(self, args: Any, config: Any) -> tuple[float, float]:
-        """(extra forward passes per step, passes over the data before the first step), in units of
-        the model's forward pass."""
+        """Forward passes beside those of training, for example of a reference model: (in each step,
+        in a pass over the data before the first step). One pass of the trained model counts 1."""
         from .log import model_sizes
 
         of_model, of_second = self.passes

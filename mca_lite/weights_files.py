@@ -320,7 +320,7 @@ class SafetensorsSource:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
 
     def names(self) -> KeysView[str]:
-        """The tensor names, file by file."""
+        """The tensor names, in the order of the files."""
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
@@ -459,7 +459,7 @@ def _cached_shapes(hf: Any, file: Path | None) -> dict[str, Shape]:
 
 
 def _crc32(record: Any) -> int:
-    """CRC-32 of a record's JSON text."""
+    """CRC-32 of a record's JSON text, to recognise a damaged cache file."""
     return zlib.crc32(json.dumps(record).encode())
 
 
