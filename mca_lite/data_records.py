@@ -551,14 +551,16 @@ def prompt_and_answer(
     media: Media = TEXT,
 ) -> tuple[Conversation, str | None]:
     """Split a record for generation -> (conversation before its last answer, text of that answer).
-    The text is None if the record does not end with an answer. Arguments as in conversations()."""
+    The text is None if the record does not end with an answer. Arguments as in conversations().
+    ValueError also for a record without a message before its answer."""
     row = FORMATS[form]
     turns = [*row.prompt(record, spec, where), *row.answer(record, spec, where)]
     messages = [_without(ignored, turn) for turn in turns]
     _take_weights(messages, where)
     answer = None
-    if messages[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         answer = messages.pop()["content"]
+    expect(messages, f"{where}: it has no message to answer: give the user's message")
     system = record.get("system") or default_system
     if system and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, _message("system", system))

@@ -16,7 +16,7 @@ from mca_lite.data import load_datasets
 from mca_lite.data_batches import BatchPlan
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import DatasetSpec
-from mca_lite.data_records import conversations, detect_format
+from mca_lite.data_records import conversations, detect_format, prompt_and_answer
 from mca_lite.files import IGNORE_INDEX
 from tests.shared.chats import assistant, load_files, user, write_records
 from tests.shared.commands import assert_names
@@ -466,3 +466,10 @@ def test_documents_of_a_row_that_fills_the_batch_are_no_tokens():
     assert rows["input_ids"].tolist() == [[11, 12, 9], [13, 14, 15], [21, 9, 9], [22, 9, 9]]
     assert rows["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
     assert rows["labels"].tolist() == [[-100, 13, -100], [-100, 15, 16], [-100] * 3, [-100] * 3]
+
+
+@pytest.mark.parametrize("messages", ([], [assistant("an answer to nothing")]))
+def test_a_record_without_a_message_to_answer_is_refused(messages):
+    record, spec = {"messages": messages}, DatasetSpec("a.jsonl")
+    with pytest.raises(ValueError, match="a.jsonl:1: it has no message to answer"):
+        prompt_and_answer(record, spec, "openai", None, "a.jsonl:1")
