@@ -5,7 +5,7 @@ from typing import Literal
 
 from .args_rules_training import Need
 from .args_values import ArgumentGroup, optional
-from .errors import Rule
+from .errors import Judge, Rule
 from .tables import MEANINGS, register_keys
 
 
@@ -21,6 +21,13 @@ class QuantisedArguments(ArgumentGroup):
         "form of 4 bits; mxfp4: of the experts alone, if there are some (None: mxfp4 if the files "
         "have it, else nf4)"
     )
+
+    def resolve(self, judge: Judge) -> None:
+        """Choose the local layers where the run would choose between them and others."""
+        super().resolve(judge)
+        training = getattr(judge.arguments, "training", None)
+        if self.quantization_bit and training and training.transformer_impl == "auto":
+            training.transformer_impl = "local"  # only their linears hold quantised weights
 
 
 _RULES = (

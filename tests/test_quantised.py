@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from mca_lite.part_quantised import FORMS, NF4, Quantised, dequantise, quantise
 from mca_lite.weights_files import SafetensorsSource
@@ -18,7 +19,7 @@ from tests.shared import quantised_tools, tiny, world
 from tests.shared.held import PeakMemory
 from tests.shared.layouts import CP2, DIST_OPT, EP2, ETP1, FULL, PACKED, PP2, SP, TP2, TP2_SP, VPP2
 from tests.shared.lora_tools import adapter_of
-from tests.shared.small_runs import DATA, save_tokenizer, train_by_words, write_data
+from tests.shared.small_runs import DATA, save_tokenizer, train_by_words, words_of, write_data
 from tests.shared.training import read_log, train
 
 BF16 = dict(bf16=True)
@@ -305,6 +306,12 @@ def test_the_merged_model_has_the_base_s_own_weights(folder, tmp_path):
 def test_what_cannot_be_quantised_is_refused_by_name(words, wanted, folder, tmp_path):
     with pytest.raises(AssertionError, match=wanted):
         world.run(train_by_words, 1, keys_of(folder, tmp_path, **{**NF4_KEYS, **words}))
+
+
+def test_auto_is_the_local_layers(folder, tmp_path):
+    for keys, wanted in ((NF4_KEYS, "local"), ({}, "auto")):
+        run = parse_args(words_of(keys_of(folder, tmp_path, **keys, transformer_impl="auto")))
+        assert run.transformer_impl == wanted
 
 
 def test_a_layout_without_whole_blocks_is_refused(tmp_path):
