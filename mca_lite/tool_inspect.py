@@ -35,7 +35,7 @@ _MAX_PAGE_CHARS = 20_000
 
 def main(words: list[str]) -> int:
     """Print facts about a run's data, or with --check do its dry run -> exit code. Ranks other than
-    0 do nothing."""
+    0 print nothing."""
     parser = parser_of("inspect", __doc__)
     here = world.current()
     parser.add_argument(

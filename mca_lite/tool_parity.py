@@ -278,8 +278,8 @@ def _named(
 def _joined(
     sent: Iterable[tuple[str, Any]], shares: list[_Share]
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield whole outputs, joined from the ranks' shares, with tokens in the row's order; logits
-    stay in the order of the ranks."""
+    """Yield (name, tensor) for whole outputs, joined from the ranks' shares, with tokens in the
+    row's order; logits stay in the order of the ranks."""
     for name, parts in sent:
         whole = torch.cat(list(parts.values()))
         if name != "logits":

@@ -346,8 +346,8 @@ def slices_of(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path) -> dict[str, Any]:
-    """Open all safetensors in a folder -> {name: slice object, from which parts can be read}, file
-    by file.
+    """Open a model folder's safetensors, found by their index -> {name: slice object, from which
+    parts can be read}, file by file. A single model.safetensors is used instead if there is one.
 
     ValueError, naming the file, if there are no safetensors, or the index or one of them is damaged
     or incomplete.
@@ -543,7 +543,7 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 class ScoredSource:
     """Checkpoint tensors for a model with a value head: those of `source` without the output layer.
-    If `source` has no value head, its weight is drawn at random from `seed`."""
+    If `source` has no value head, the value head's weight is drawn at random from `seed`."""
 
     def __init__(self, source: TensorSource, hf_config: dict[str, Any], seed: int):
         self._source = source
