@@ -17,8 +17,8 @@ from .files import read_json, write_json
 
 @dataclass
 class TrainerState:
-    """Progress of a run, written to trainer_state.json. Counts are over all ranks; a step is an
-    optimizer step."""
+    """Progress of a run, written to trainer_state.json. Counts are over all ranks. A step is an
+    optimizer step, also if its update was skipped."""
 
     # load() checks values by these types, which isinstance must be able to take
     global_step: int = 0
@@ -49,8 +49,8 @@ class TrainerState:
 
     @property
     def position(self) -> int:
-        """Steps in the data's order so far: those made, and those skipped at the end
-        of an epoch."""
+        """Steps done in the data's order: steps made, plus those left out when a callback ended an
+        epoch."""
         return self.global_step + self.left_out_steps
 
     @property
@@ -112,8 +112,9 @@ FLAGS = tuple(TrainerControl.__dataclass_fields__)
 def raise_flags(
     control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
 ) -> None:
-    """Set the flags that the TrainingArguments' intervals ask for, once `state` has
-    counted a step."""
+    """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
+    in `args`, once `state` has counted a step. A run's last step does all of them, except those
+    whose strategy is "no". Flags that are set already stay set."""
     last = state.is_over
 
     def is_time(strategy: str, interval: Any) -> bool:
@@ -166,12 +167,13 @@ class TrainerCallback:
     def on_pre_optimizer_step(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called when gradients are summed over ranks and not yet clipped."""
+        """Called after the backward passes, before gradients are clipped and weights updated."""
 
     def on_optimizer_step(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called after the update, before the step is counted."""
+        """Called once the weights are updated, or the update was skipped, before the step is
+        counted."""
 
     def on_step_end(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -191,8 +193,8 @@ class TrainerCallback:
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> Any:
-        """Called per log line. logs: its values over all ranks, for the steps since the line
-        before."""
+        """Called per log line. logs: its values: step, learning_rate, and metrics such as loss over
+        all ranks and the steps since the line before."""
 
     def on_evaluate(
         self,
@@ -208,7 +210,7 @@ class TrainerCallback:
     def on_prediction_step(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called after each step of an evaluation or a prediction."""
+        """Called after each step of a forward-only pass, such as an evaluation or a prediction."""
 
     def on_predict(
         self,
@@ -235,13 +237,14 @@ class TrainerCallback:
     def on_train_end(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called after the last step, before the final export."""
+        """Called after the last step, before the final export. With load_best_model_at_end the best
+        checkpoint is loaded already."""
 
 
 def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tuple[str, bool]:
-    """(metric that ranks checkpoints, True if a greater value is better). metric:
-    metric_for_best_model, with or without eval_. If greater_is_better is None, lower is better for
-    losses and perplexities, greater otherwise."""
+    """(the metric that ranks checkpoints, such as "eval_loss"; True if a greater value is better).
+    metric: metric_for_best_model, with or without eval_; None: the loss. If greater_is_better is
+    None, lower is better for names that end with loss, ppl or perplexity, otherwise greater."""
     name = "eval_" + (metric or "loss").removeprefix("eval_")
     if greater_is_better is None:
         greater_is_better = not name.endswith(("loss", "ppl", "perplexity"))
@@ -249,7 +252,9 @@ def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tup
 
 
 def value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
-    """The ranking metric's value; None for an evaluation with another prefix than the loop's."""
+    """The value in `metrics` of the metric that ranks checkpoints. None if no name begins with
+    eval_, as in an evaluation by the user with another prefix. ValueError if the metric is missing.
+    """
     if not any(name.startswith("eval_") for name in metrics):
         return None
     metric, _ = ranking_of(args.metric_for_best_model)
@@ -262,20 +267,18 @@ def value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
 
 
 def gain_of(args: Keys, value: float, best: float | None) -> float:
-    """By how much `value` of the ranking metric is better than `best` (None: infinitely). NaN if
-    the value is NaN, which exceeds no threshold."""
+    """By how much `value` of the ranking metric is better than `best`; infinity if `best` is None,
+    NaN if the value is NaN."""
     _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
     sign = 1 if rises else -1
     return sign * value - (-math.inf if best is None else sign * best)
 
 
 class BestModel(TrainerCallback):
-    """Keeps state.best_metric, best_global_step and best_model_checkpoint; the trainer reloads this
-    checkpoint at the end.
+    """Keeps track of the best evaluation in state.best_metric, best_global_step and
+    best_model_checkpoint. With load_best_model_at_end the trainer loads this checkpoint at the end.
 
-    A checkpoint counts for the best step if it is saved at that step, before or after the
-    evaluation.
-    """
+    The best step's checkpoint is one saved at that step, before or after the evaluation."""
 
     _last_saved: tuple[int, str] = (-1, "")
 
@@ -316,8 +319,8 @@ class BestModel(TrainerCallback):
 
 
 def export_states(callbacks: list[Any]) -> dict[str, Any]:
-    """Class name -> the states of its callbacks: state_dict(), or else state() of transformers'
-    ExportableState."""
+    """{class name: [state of each callback of the class]}, for callbacks that keep a state: from
+    state_dict(), or from state() of transformers' ExportableState."""
     states: dict[str, Any] = {}
     for callback in filter(_has_state, callbacks):
         take = getattr(callback, "state_dict", None) or callback.state
@@ -326,7 +329,8 @@ def export_states(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def restore_states(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Restore the callbacks, in place, from the `states` of a checkpoint."""
+    """Restore the callbacks, in place, from export_states() of a checkpoint. A class's callbacks
+    take its states in order; those left without one stay as they are."""
     left = {name: iter(found) for name, found in states.items()}
     for callback in filter(_has_state, callbacks):
         for state in itertools.islice(left.get(type(callback).__name__, ()), 1):
@@ -349,7 +353,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(SystemExit):
-    """Raised when the run has saved and stops because of `signal`; the exit code is EXIT_CODE."""
+    """Raised to end a run because of `signal`. Training has saved a checkpoint of `step` before; a
+    pass before training has none to save. The exit code is EXIT_CODE."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(EXIT_CODE)
@@ -358,9 +363,9 @@ class Interrupted(SystemExit):
 
 
 class StopSignals:
-    """While this context is open, one of SIGNALS does not end the process but is noted in
-    `received` (0: none). Only the main thread can set handlers; in another thread nothing changes.
-    """
+    """While this context is open, SIGTERM, SIGINT and SIGUSR1 do not end the process; the last
+    one's number is in `received` (0: none). Only the main thread can set handlers; in another
+    thread nothing changes."""
 
     def __init__(self) -> None:
         self.received = 0

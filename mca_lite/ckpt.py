@@ -49,8 +49,9 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 
 class TorchSnapshot:
-    """Float32 weights and optimizer state by parameter name, for the main rank to write. copy: as
-    in MegatronSnapshot."""
+    """Weights, and optionally optimizer state, of the torch backend, ready to be written. Only the
+    main rank keeps and writes them, because all ranks have the same. copy: as in MegatronSnapshot.
+    """
 
     def __init__(
         self, model: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
@@ -67,8 +68,8 @@ class TorchSnapshot:
 
     @staticmethod
     def sizes(model: Any, optimizer: Any = None) -> list[int]:
-        """Bytes of each tensor that this rank would copy, without optimizer states, which are
-        unknown before the first update."""
+        """Bytes of each tensor that this rank would copy: the weights on the main rank, []
+        elsewhere. Optimizer states are left out: before the first update there are none."""
         return [x.nbytes for _, x in _changing(model)] if parallel.is_main() else []
 
     def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], None]:
@@ -79,19 +80,19 @@ class TorchSnapshot:
         return ckpt_folder.measure_all(folder, names), None
 
     def finish(self, folder: Path, results: list[Any]) -> list[str]:
-        """The further files that the main rank writes: none."""
+        """The names of files that the main rank adds once all ranks have written: none."""
         return []
 
 
 def _changing(model: Any) -> NamedTensors:
-    """(name, tensor) of each weight to save: all of them, or next to frozen weights only trained
-    ones."""
+    """(name, tensor) of each weight to save. If finetuning freezes the base model (LoRA, for
+    example), only trained weights are saved."""
     is_whole = finetuning_of(model).is_whole
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
 
 def _states(model: Any, optimizer: Any) -> NamedTensors:
-    """(state.parameter, tensor) of each optimizer state."""
+    """Yield ("exp_avg.<parameter>", tensor) for each state, such as exp_avg, of each parameter."""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
@@ -99,8 +100,8 @@ def _states(model: Any, optimizer: Any) -> NamedTensors:
 
 
 def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
-    """Read the files of a TorchSnapshot into a model and its optimizer, in place. Raises
-    CheckpointError for other names or shapes."""
+    """Read the weights, and optionally the optimizer state, that a TorchSnapshot wrote, in place.
+    Raises CheckpointError for a missing name or another shape."""
     read, _ = _reader(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
@@ -129,7 +130,8 @@ def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
-    """(a function that reads a tensor by name and allowed shapes, the names in the file)."""
+    """(a function that reads a tensor by name, the names in a safetensors file). The function also
+    takes the allowed shapes, and raises CheckpointError for another shape or a missing name."""
     slices = slices_of(path)
 
     def read(name: str, *shapes: Shape) -> torch.Tensor:
@@ -153,7 +155,8 @@ _OF_THE_DATA = "streaming num_samples global_batch_size data_seed shuffle datase
 
 
 class Checkpoints:
-    """The checkpoints of one trainer, written one at a time. Its methods are collective."""
+    """Writes and loads the checkpoints of one trainer, one at a time. All ranks must call its
+    methods."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -168,17 +171,17 @@ class Checkpoints:
 
     @property
     def is_busy(self) -> bool:
-        """True from the begin of a checkpoint until its folder has its name."""
+        """True from begin() until finish(), which gives the checkpoint's folder its name."""
         return self._job is not None
 
     @property
     def is_writing(self) -> bool:
-        """True while this rank's thread writes."""
+        """True while this rank's thread writes a checkpoint (async_save)."""
         return self._job is not None and self._job.thread.is_alive()
 
     def prepare(self) -> None:
-        """Reserve host memory for copies that are written while training goes on (async_save).
-        Prints a note on a host that has less memory than they need."""
+        """With async_save: start to reserve host memory for the copies that are written while
+        training goes on. Prints a note if they need more memory than the host has free."""
         args = self.trainer.args
         if not args.async_save or args.save_strategy == "no":
             return
@@ -202,11 +205,11 @@ class Checkpoints:
         return None if self.trainer.args.save_only_model else self.trainer.backend.optimizer
 
     def begin(self) -> None:
-        """Copy the state of this step and write it; with async_save writing goes on after the
-        return.
+        """Copy the state of this step, and write it to a temporary folder; with async_save a thread
+        goes on writing after the return.
 
-        Raises CheckpointError, on every rank, if the folder cannot be made.
-        """
+        Raises CheckpointError, on every rank, if the folder cannot be made. Errors of writing the
+        state are raised by finish()."""
         trainer = self.trainer
         args = self.trainer.args
         step = self.written_step = trainer.state.global_step
@@ -237,12 +240,12 @@ class Checkpoints:
                 self._job.write()
 
     def finish(self) -> None:
-        """Wait until all ranks have written a pending checkpoint, and give its folder its name.
+        """Wait until all ranks have written the checkpoint that begin() began, if there is one, and
+        give its folder its name.
 
-        Older checkpoints are pruned after the next good step: finite weights may still have
-        diverged. Raises CheckpointError, on every rank, if a part could not be written; earlier
-        checkpoints are untouched.
-        """
+        Older checkpoints are pruned after the next good step, because finite weights may still have
+        diverged; at once without check_for_nan_in_loss_and_grad. Raises CheckpointError, on every
+        rank, if a part could not be written; earlier checkpoints are untouched."""
         job = self._job
         if job is None:
             return
@@ -261,9 +264,9 @@ class Checkpoints:
             self.prune()
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints over save_total_limit. Call it once a step from the newest
-        checkpoint's weights was good. Raises CheckpointError, on every rank, if one cannot be
-        deleted. Collective."""
+        """Delete the oldest checkpoints over save_total_limit, once per new checkpoint. Call it
+        after a good step from the newest one's weights. Raises CheckpointError, on every rank, if
+        one cannot be deleted; with async_save possibly at a later call. Collective."""
         folder = self.unproven
         if folder is None:
             return
@@ -281,18 +284,20 @@ class Checkpoints:
         parallel.on_main(prune, CheckpointError)
 
     def _end_removals(self) -> None:
-        """Wait until older checkpoints are deleted. Raises an error of deleting them."""
+        """Wait until the main rank's thread has deleted older checkpoints. Raises an error of its
+        deletions."""
         for removal in self._removing:
             removal.result()
         self._removing = []
 
     def end(self) -> None:
         """Wait until older checkpoints are deleted. Raises CheckpointError, on every rank, if one
-        cannot be. Collective."""
+        cannot be deleted. Collective."""
         parallel.on_main(self._end_removals, CheckpointError)
 
     def resume(self, choice: str | bool | None) -> None:
-        """Load the state of a checkpoint, if there is one. choice: as in ckpt_folder.find. Raises
+        """Find the checkpoint to resume from, and load its state into the trainer and its
+        callbacks; without one nothing changes. choice: as in ckpt_folder.find. Raises
         CheckpointError if the checkpoint cannot be resumed from. Collective."""
         trainer = self.trainer
         backend = trainer.backend
@@ -304,12 +309,11 @@ class Checkpoints:
             restore_states(trainer.callbacks, trainer.state.stateful_callbacks)
 
     def _load(self, folder: Path) -> None:
-        """Load the state of a verified checkpoint. Collective.
+        """Load the state of a verified checkpoint into the trainer. Collective.
 
-        Raises CheckpointError for a checkpoint without optimizer state, or one with other data,
-        another global batch size or another optimizer. Other changed settings take effect, and a
-        line lists them.
-        """
+        Raises CheckpointError for a checkpoint without optimizer state, or of a run with other
+        data, another global batch size, another optimizer or another base model. Other changed
+        settings take effect, and a line lists them."""
         trainer = self.trainer
         record, state = read_records(folder)
         if not record["with_optimizer"]:
@@ -357,7 +361,8 @@ class Checkpoints:
             trainer.report.print(f"{others} {', '.join(taken)}")
 
     def _tidy(self, folder: Path) -> None:
-        """Rename newer checkpoints and prune old ones."""
+        """Rename the checkpoints that are newer than this run's step. If the run resumes from its
+        own output_dir, prune the older ones. For the main rank."""
         args = self.trainer.args
         state = self.trainer.state
         ckpt_folder.set_newer_aside(args.output_dir, state.global_step, self.trainer.report.print)
@@ -391,7 +396,7 @@ class Checkpoints:
 
 @dataclass
 class _Job:
-    """One checkpoint being written: this rank's files, and the result of writing them."""
+    """One checkpoint being written: this rank's files, and the results of writing them."""
 
     final: Path
     temporary: Path
@@ -418,11 +423,10 @@ class _Job:
             self.error = error
 
     def complete(self) -> None:
-        """Write index and manifest and give the folder its name, once every rank has written.
-        Collective.
+        """Once every rank has written its files, write index and manifest on the main rank and give
+        the folder its name. Collective.
 
-        Raises CheckpointError on every rank, with the problems of any rank.
-        """
+        Raises CheckpointError on every rank, with the errors of those that failed."""
 
         def written() -> tuple[Any, ...]:
             if self.error is not None:
@@ -458,8 +462,8 @@ def _facts(
 
 
 def _state_to_store(state: TrainerState, final: Path) -> str:
-    """The state as JSON. If this step has the best evaluation, the checkpoint being finished counts
-    as the best."""
+    """The state as JSON for the checkpoint `final`. If this step has the best evaluation so far,
+    `final` becomes best_model_checkpoint."""
     best = state.best_model_checkpoint
     if state.best_global_step == state.global_step:
         best = str(final)
@@ -485,8 +489,8 @@ _KINDS = {  # the types of training.json's fields
 
 
 def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
-    """(training.json, trainer_state.json) of a checkpoint. Raises CheckpointError, on every rank,
-    for content that was not written there."""
+    """A checkpoint's training.json as a dict, and its trainer_state.json as a TrainerState. Raises
+    CheckpointError for other content, or for counts that do not fit the manifest's step."""
     path = folder / TRAINING_NAME
     try:
         record = read_json(path)
@@ -505,8 +509,9 @@ def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
 
 
 def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
-    """Load a checkpoint's weights, verified first, and its optimizer state if wanted. Raises
-    CheckpointError if it is unreadable or lacks that state. Collective."""
+    """Verify a checkpoint, and load its weights, and its optimizer state with with_optimizer.
+    Raises CheckpointError if it is damaged, does not fit the backend and model, or lacks that
+    state. Collective."""
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:
@@ -515,8 +520,9 @@ def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: boo
 
 
 def save_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
-    """Write the weights, and the optimizer state if wanted, as a checkpoint with a manifest. Raises
-    CheckpointError. Collective."""
+    """Write the weights, and the optimizer state with with_optimizer, as a checkpoint with a
+    manifest, which load_model() reads. Raises CheckpointError if it cannot be written. Collective.
+    """
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
@@ -534,9 +540,9 @@ def write_weights(
     with_optimizer: bool = False,
     exported: list[str] | None = None,
 ) -> None:
-    """Write a snapshot and its manifest into a folder. backend: the writer's name. exported: files
-    of this rank that are there already. Raises CheckpointError, on every rank, if any rank fails.
-    Collective."""
+    """Write a snapshot and its manifest into a folder. backend: the name of the backend that made
+    it. exported: further files that this rank wrote there. Raises CheckpointError, on every rank,
+    if any rank fails. Collective."""
     facts = _facts(backend, hf_config, with_optimizer=with_optimizer)
     job = _Job(folder, folder, snapshot, facts, {}, exported or [])
     job.write()
@@ -547,7 +553,8 @@ def write_weights(
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """The TrainingArguments as JSON values by key, for a trainer made without a config file."""
+    """The TrainingArguments as JSON values by key, to store in checkpoints and compare on resume.
+    Leaves out gradient_accumulation_steps if global_batch_size is set."""
     settings = args.to_dict()
     if args.global_batch_size is not None:
         del settings["gradient_accumulation_steps"]  # it follows from the number of ranks
@@ -555,8 +562,8 @@ def settings_of(args: Any) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """{key: (value before, value now)} where settings or records differ. A missing key has its
-    default."""
+    """{key: (value before, value now) as text} where settings or records differ. A missing key has
+    its default. Keys that only say how a run starts, such as output_dir, are left out."""
     found = {}
     for key in sorted((before.keys() | now.keys()) - _OF_A_START):
         default = default_of(key_fields()[key]) if key in key_fields() else None
@@ -567,13 +574,14 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str,
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """{key: (value before, value now) as text} where settings differ, without the keys of optional
-    parts of this package that are not installed."""
+    """{key: (value before, value now) as text} where settings differ. Keys of optional parts of
+    this package that are not installed are left out of the settings before."""
     return changes({key: before[key] for key in before.keys() - parts.absent_keys().keys()}, now)
 
 
 def refuse_missing_parts(before: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for settings that need a part that is not installed."""
+    """Raise CheckpointError if a checkpoint's settings need an optional part of this package that
+    is not installed. before: the settings."""
     for key, name in parts.needed(before).items():
         reason, remedy = parts.need_of(name)
         saved = f"{folder} was saved with {key} {_shown(before[key])}"
@@ -585,7 +593,8 @@ def _ranking(settings: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
-    """The keys that decide what an optimizer's state is like."""
+    """The settings that may not change when a run is resumed, because they decide which optimizer
+    state a checkpoint has."""
     fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():
         fixed += row.fixed
@@ -598,7 +607,8 @@ def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
 
 
 def _refuse_changes(changed: dict[str, Any], keys: Iterable[str], folder: Path) -> None:
-    """Raise CheckpointError if one of `keys` has changed."""
+    """Raise CheckpointError if one of `keys` is in `changed`, which maps keys to (old, new)
+    text."""
     for key in changed.keys() & keys:
         was, now = changed[key]
         raise CheckpointError(
@@ -628,8 +638,9 @@ def random_states() -> bytes:
 
 
 def restore_random_states(folder: Path, is_same_layout: bool) -> None:
-    """Restore this rank's random state if the layout is unchanged. Raises CheckpointError, on every
-    rank, if any rank's file has other content. Collective."""
+    """Restore this rank's random states (torch, CUDA, megatron, python, numpy) if the layout is
+    unchanged and their file is there. Raises CheckpointError, on every rank, if any rank's file has
+    other content. Collective."""
     path = folder / f"rng-{parallel.rank()}.pt"
 
     def restore() -> None:

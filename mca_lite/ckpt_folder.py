@@ -50,7 +50,7 @@ SEE_S = 5.0
 
 
 class OutputFolderError(UserError, ValueError):
-    """A folder that this run cannot write to. Every rank raises it, with the same text."""
+    """output_dir cannot be used by this run. Every rank raises it, with the same text."""
 
     same_on_all_ranks = True
 
@@ -60,10 +60,9 @@ def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other runs out of output_dir while this context is open; make the folder if it is
     missing.
 
-    The main rank locks a file; the lock ends with the process. Reentrant. Raises OutputFolderError
-    if another run trains in the folder, if it cannot be written, or if the nodes do not share it.
-    Collective on entry.
-    """
+    The main rank locks a file, if the file system has locks; the lock ends with the process.
+    Contexts may be nested. Raises OutputFolderError if another run trains in the folder, if it
+    cannot be written, or if the nodes do not share it. Collective on entry."""
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:
         is_new = parallel.on_main(lambda: _take(folder, held), OutputFolderError)
@@ -99,7 +98,7 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
 
 
 def _leave(folder: Path) -> None:
-    """Clean up before the lock is released: a refused run leaves no folder."""
+    """Remove the folder if it holds only the lock file, so that a refused run leaves nothing."""
     with contextlib.suppress(OSError):  # the folder may be read-only or gone by now
         if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
             (folder / LOCK_NAME).unlink()
@@ -107,11 +106,10 @@ def _leave(folder: Path) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise OutputFolderError on every rank if any rank does not see a file that the main rank
-    made. Collective.
+    """Raise OutputFolderError on every rank if any rank does not see a new file of the main rank
+    within SEE_S seconds. Collective.
 
-    Otherwise a run over several nodes would fail only at its first checkpoint.
-    """
+    Otherwise a run over several nodes would fail only at its first checkpoint."""
     # a relative path depends on the rank's working directory
     here = f"it is not on {socket.gethostname()} in {folder.absolute()}"
 
@@ -177,7 +175,8 @@ def entry_of(size: int, crc: int) -> dict[str, Any]:
 
 
 def measure_all(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """{name: manifest entry} of files, once their bytes are on disk."""
+    """{name: manifest entry} of files in a folder, whose bytes are flushed to disk before it
+    returns."""
     # flushing to disk and computing checksums overlap
     with ThreadPoolExecutor(1) as flusher:
         flushed = flusher.map(sync, [folder / name for name in names])
@@ -187,20 +186,22 @@ def measure_all(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]
 
 
 def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a Hugging Face config (a dict) that decide the shapes of weights."""
+    """The values of a Hugging Face config (a dict) that decide the shapes of weights, such as
+    hidden_size."""
     text = text_values(hf_config)
     return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
-    """Write manifest.json, a checkpoint's last file."""
+    """Write manifest.json, a checkpoint's last file. facts: backend, step, with_optimizer, model.
+    files: {name: entry_of(size, crc)}."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
     record["crc32"] = crc_of(record)
     write_file(folder / MANIFEST_NAME, json.dumps(record, indent=1) + "\n")
 
 
 def crc_of(record: dict[str, Any]) -> str:
-    """The checksum of a manifest's other fields."""
+    """The CRC-32 of a manifest's fields other than crc32 itself, as eight hex digits."""
     rest = {key: value for key, value in record.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
@@ -222,7 +223,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_manifest(record: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
+    """Raise ValueError, KeyError, TypeError or AttributeError for a manifest with a wrong checksum,
+    missing fields, or files outside its folder. Of a newer format only the checksum is checked."""
     if record["crc32"] != crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
@@ -235,17 +237,18 @@ def _check_manifest(record: dict[str, Any]) -> None:
 
 
 def check_kinds(record: dict[str, Any], kinds: dict[str, type]) -> None:
-    """Raise ValueError if the record lacks one of these fields, or has it with another type."""
+    """Raise ValueError if a field of `kinds` is missing from the record, or is not of exactly this
+    type."""
     for key, kind in kinds.items():
         if type(record.get(key)) is not kind:
             raise ValueError(f"expected {key}, of type {kind.__name__}")
 
 
 def damage(folder: Path, record: dict[str, Any]) -> str:
-    """The damage to a folder's files as text, the same on every rank; "" if there is none.
+    """Check a checkpoint's files against its manifest -> text about damaged ones, the same on every
+    rank; "" if there are none. record: the manifest.
 
-    Collective over all ranks: each reads a share of the files.
-    """
+    Collective over all ranks: each reads a share of the files."""
     files = sorted(record["files"].items(), key=lambda item: -item[1]["bytes"])
     share = files[parallel.rank() :: parallel.world_size()]
     own = [_damage_of_file(folder / name, entry) for name, entry in share]
@@ -277,7 +280,7 @@ def step_of(folder: Path) -> int:
 
 
 def all_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The folders with a checkpoint's name, complete or not, oldest first."""
+    """The folders in output_dir named checkpoint-<step>, complete or not, oldest first."""
     folders = filter(_is_own_folder, Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*"))
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
@@ -297,15 +300,15 @@ def _free_name(path: Path) -> Path:
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """A run's complete checkpoints, oldest first."""
+    """The checkpoints in output_dir that have a manifest, so are complete, oldest first."""
     return [path for path in all_folders(output_dir) if (path / MANIFEST_NAME).is_file()]
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a written checkpoint its name, then update the pointer `latest`.
+    """Rename a written checkpoint to its final name, and update the pointer `latest`. A checkpoint
+    that has the name already is replaced.
 
-    If this is interrupted anywhere, every folder with a checkpoint's name is whole.
-    """
+    If this is interrupted anywhere, every folder with a checkpoint's name is whole."""
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
         sync(folder)
     replaced = _free_name(final.with_name(f".{final.name}.replaced"))
@@ -318,7 +321,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, which is never seen half deleted."""
+    """Delete a checkpoint; it is renamed first, so that none is seen half deleted."""
     shutil.rmtree(_named_old(folder))
 
 
@@ -330,8 +333,8 @@ def _named_old(folder: Path) -> Path:
 
 
 def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[Path]:
-    """Rename the oldest checkpoints over `limit` to names for ones being deleted -> their paths.
-    The newest complete checkpoint and the best one are kept."""
+    """Rename the oldest checkpoints over `limit` (None: no limit) to names for ones being deleted
+    -> their new paths. `newest` and `best` are kept."""
     there = list_checkpoints(newest.parent)
     kept = {newest.name, Path(best or "").name}
     spare = [folder for folder in there if folder.name not in kept]
@@ -339,8 +342,7 @@ def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[P
 
 
 def prune(newest: Path, best: str | None, limit: int | None) -> None:
-    """Delete the oldest checkpoints over `limit`, but never the newest complete one or the best
-    one."""
+    """Delete the oldest checkpoints over `limit` (None: no limit), but never `newest` or `best`."""
     for folder in set_spare_aside(newest, best, limit):
         shutil.rmtree(folder)
 
@@ -348,10 +350,10 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
 def set_newer_aside(
     output_dir: str | os.PathLike[str], step: int, say: Callable[[str], None]
 ) -> None:
-    """Rename the checkpoints that are newer than the step a run resumes from.
+    """Rename checkpoints that are newer than `step`, from which a run resumes, to set-aside-*, and
+    say so.
 
-    Otherwise the next resume_from_checkpoint: auto would take them for checkpoints of this run.
-    """
+    Otherwise the next resume_from_checkpoint: auto would take them for checkpoints of this run."""
     for folder in all_folders(output_dir):
         if step_of(folder) > step:
             aside = _free_name(folder.with_name(f"set-aside-{folder.name}"))
@@ -370,14 +372,14 @@ def find(
     identity: dict[str, Any],
     say: Callable[[str], None],
 ) -> Path | None:
-    """The checkpoint to resume from, with every byte verified; None to start anew.
+    """The checkpoint to resume from, with every byte verified; None to start anew. Leftovers of
+    dead runs in output_dir are removed, and with overwrite_output_dir its checkpoints too if the
+    run starts anew.
 
     choice: "auto" or True takes the newest good one in output_dir, if any; a path takes that one;
-    None or False starts anew. Raises CheckpointError if the run starts anew and output_dir has
-    checkpoints (unless overwrite_output_dir removes them), for a damaged path, if there are
-    checkpoints and none is good, and for a checkpoint of another model or a newer version.
-    Collective over all ranks.
-    """
+    None or False starts anew. Raises CheckpointError if the run starts anew beside checkpoints
+    without overwrite_output_dir, for a damaged path, if there are checkpoints and none is good, and
+    for a checkpoint of another model or backend or a newer version. Collective over all ranks."""
     is_new = choice in (None, False)
 
     def tidy() -> None:
@@ -399,7 +401,8 @@ def choose(
     identity: dict[str, Any],
     say: Callable[[str], None],
 ) -> Path | None:
-    """find() without changing output_dir. Collective."""
+    """Find and verify the checkpoint to resume from, as find() does, without changing output_dir ->
+    its folder; None to start anew. Collective."""
     if choice not in (True, "auto"):
         refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")
@@ -422,11 +425,11 @@ def choose(
 
 
 def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
-    """The damage to a checkpoint as text, the same on every rank; "" if there is none. Collective
-    over all ranks.
+    """Verify a checkpoint -> text about its damage, the same on every rank; "" if there is none.
+    Collective over all ranks.
 
-    Raises CheckpointError for an intact checkpoint of another version, backend or model.
-    """
+    Raises CheckpointError for a readable manifest of a newer format, or of another backend or
+    model."""
     try:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
     except CheckpointError as error:
@@ -461,8 +464,8 @@ def refuse_damage(folder: Path, backend: str, identity: dict[str, Any]) -> None:
 
 
 def check_new(args: Keys) -> list[Path]:
-    """The checkpoints to remove when a run starts anew. Raises CheckpointError if it may not remove
-    them."""
+    """The checkpoints in output_dir, which a run that starts anew must remove. Raises
+    CheckpointError if there are any and overwrite_output_dir is not set."""
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
         raise CheckpointError(
@@ -474,7 +477,8 @@ def check_new(args: Keys) -> list[Path]:
 
 
 def _clean(output_dir: str | os.PathLike[str]) -> None:
-    """Remove unfinished folders that a dead run left."""
+    """Remove the folders of unfinished saves and deletions that a dead run left. A checkpoint that
+    was being replaced gets its name back."""
     for left in filter(_is_own_folder, Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None:

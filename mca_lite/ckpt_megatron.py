@@ -57,8 +57,8 @@ _BUFFER_BYTES = 1 << 25  # of a file, read at once by a thread
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a folder of tensors. Raises CheckpointError for anything else, and for an
-    earlier version's index."""
+    """Read index.json in a folder of tensors. Raises CheckpointError if it is missing or no JSON
+    object, and for the index of an earlier version."""
     path = folder / INDEX_NAME
     if not path.is_file() and (folder / OLD_INDEX_NAME).is_file():
         raise CheckpointError(
@@ -72,12 +72,13 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: int = 0) -> None:
-    """Fill a ShardedTensor in place from every part in the files that overlaps it.
+    """Fill a ShardedTensor in place from every part in the checkpoint's files that overlaps it,
+    whatever layout wrote them.
 
-    num_tokens: size of the vocabulary, whose padding depends on the layout. Raises many types of
-    error for an index or file with other content, or if the parts do not cover the tensor exactly
-    once. No code from files is run, and no file outside the folder is opened.
-    """
+    index: from read_index(). num_tokens: size of the vocabulary, whose padding depends on the
+    layout. Raises many types of error for an index or file with other content, or if the parts do
+    not cover the tensor exactly once. No code from files is run, and no file outside the folder is
+    opened."""
     entry = index["tensors"][tensor.key]
     whole = tensor.data.detach().view(_sizes(tensor))
     shape = entry["shape"]
@@ -108,7 +109,7 @@ def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: in
 
 
 class _Window(io.RawIOBase):
-    """The bytes of a file from start on, as a file of their own."""
+    """`length` bytes of a file from `start` on, as a read-only file."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file = file
@@ -139,8 +140,9 @@ class _Window(io.RawIOBase):
 
 
 def _place_of_data(file: Any, start: int, length: int, num_bytes: int) -> int:
-    """The place in a file of the data of a tensor that torch.save wrote from start on. torch's
-    archive is read without its pickle."""
+    """The position in a file where the data of a tensor begins that torch.save wrote from `start`
+    on. Its zip archive is read without the pickle. ValueError if there is no tensor of num_bytes.
+    """
     window = _Window(file, start, length)
     with zipfile.ZipFile(window) as archive:
         found = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
@@ -163,7 +165,8 @@ def _copy_part(
     source: tuple[slice, ...],
     out: torch.Tensor,
 ) -> None:
-    """Copy slices of a tensor in a file, by way of a buffer, a few of its rows at once."""
+    """Copy `source`, slices of a tensor stored in a file, to `out`, a few rows at a time through a
+    buffer. place: where the tensor's data begins. sizes: the stored tensor's shape."""
     while len(sizes) > 1 and sizes[0] == 1:  # one layer of those that megatron stacks
         sizes, source, out = sizes[1:], source[1:], out[0]
     rows, *others = source or (slice(0, 1),)
@@ -184,7 +187,8 @@ def _copy_part(
 
 
 def _fill(data: Any, file: Any, place: int) -> None:
-    """Fill an array of bytes from a place in a file on."""
+    """Fill `data`, an array of bytes, from position `place` of a file on. EOFError if the file is
+    too short."""
     rest = memoryview(data)
     while rest:
         count = os.preadv(file.fileno(), [rest], place)
@@ -204,14 +208,16 @@ def _meet(box: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
 
 
 def _sizes(tensor: Any) -> list[int]:
-    """The shape of a ShardedTensor's data, with as many axes as its global shape."""
+    """The shape of a ShardedTensor's data, with leading 1s up to the number of axes of its global
+    shape."""
     return [1] * tensor.prepend_axis_num + [*tensor.local_shape]
 
 
 def _overlap(
     offset: Sequence[int], sizes: Sequence[int], other: Sequence[int], others: Sequence[int]
 ) -> tuple[slice, ...]:
-    """The slices of a box (offset, sizes) that it has in common with another box."""
+    """The slices, within the first box (offset, sizes), of what it has in common with a
+    second box."""
     axes = zip(offset, sizes, other, others, strict=True)
     return tuple(
         slice(max(0, o - a), max(0, min(size, o + length - a))) for a, size, o, length in axes
@@ -251,7 +257,8 @@ class MegatronSnapshot:
 
     @staticmethod
     def sizes(models: Any, optimizer: Any = None) -> list[int]:
-        """Bytes of each tensor that this rank would copy, in any order."""
+        """Bytes of each tensor that this rank would copy to write a snapshot, in no particular
+        order."""
         holders = holders_of_all(models, optimizer)
         found = []
         stored = _by_parameter(_sharded(models))  # without the frozen base of adapters
@@ -264,8 +271,9 @@ class MegatronSnapshot:
         return found
 
     def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], list[Any]]:
-        """Write this rank's file -> ({file: its manifest entry}, [(key, index entry, position of
-        this part) per tensor]). Not collective."""
+        """Write this rank's tensors to its file -> ({file: its manifest entry}, for each tensor
+        (key, dtype and global shape, offset, shape and position in the file of this part)). Not
+        collective."""
         (folder / DIST_NAME).mkdir(exist_ok=True)
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
@@ -292,8 +300,8 @@ class MegatronSnapshot:
         return {f"{DIST_NAME}/{name}": entry_of(file.size, file.crc)}, parts
 
     def finish(self, folder: Path, results: list[list[Any]]) -> list[str]:
-        """Write the index and the model's config on the main rank, once all ranks have written ->
-        their names."""
+        """Write the index and the model's config -> their names. For the main rank, once all ranks
+        have written; results: from write(), by rank."""
         tensors: dict[str, dict[str, Any]] = {}
         for parts in results:
             for key, entry, chunk in parts:
@@ -305,8 +313,8 @@ class MegatronSnapshot:
 
 
 def _copied_into(staging: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor at the start of `staging` (uint8, at least as many bytes), in a storage of
-    exactly its size."""
+    """A CPU copy of a tensor at the start of the buffer `staging` (uint8, at least as many bytes),
+    in a storage of exactly its size, because torch.save writes whole storages."""
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
     bytes_of_copy = staging.numpy()[: tensor.nbytes]
@@ -357,7 +365,8 @@ def load_megatron(
 
 
 def _sharded(models: Any) -> dict[str, dict[str, Any]]:
-    """{chunk: {name: sharded tensor, or a factory of several}} of a model, without objects."""
+    """{chunk: {name: megatron's sharded tensor, or a factory of several}} of a model. Objects,
+    which would need a pickle, are left out."""
     chunks = models.sharded_state_dict()
     for tensors in chunks.values():
         for name in [name for name, x in tensors.items() if isinstance(x, ShardedObject)]:
@@ -369,8 +378,9 @@ def _sharded(models: Any) -> dict[str, dict[str, Any]]:
 
 
 class _Holders(NamedTuple):
-    """The data parallel ranks that have a parameter: their group, the writer's rank in it, and
-    {rank: (start, stop)}, the pieces into which a distributed optimizer shards its state."""
+    """The data-parallel ranks that have a parameter: their group, the rank in it that writes the
+    parameter, and {rank: (start, stop)}, the pieces into which a distributed optimizer shards its
+    state."""
 
     group: Any
     writer: int
@@ -381,14 +391,15 @@ class _Holders(NamedTuple):
         return self.group.rank() == self.writer
 
     def replica(self, tensor: Any) -> tuple[int, int, int]:
-        """The replica_id of this rank's copy: (tied copy, tensor rank, data parallel rank). The
-        copy with three zeros is stored."""
+        """The replica_id, by which megatron tells copies apart, of this rank's copy: (tied copy,
+        tensor rank, 0 on the writer or 1). The copy with three zeros is stored."""
         return (*tensor.replica_id[:2], int(not self.i_write))
 
 
 def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
-    """{id of a parameter: its holders}. The writer is the rank that has a piece of the state and
-    the least to write so far. So no rank gathers every state."""
+    """{id of a parameter: its holders}. Each parameter's writer is the rank with the least to write
+    so far, among those that hold a piece of its optimizer state, or among all if the state is not
+    sharded. So no rank gathers every state."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -404,8 +415,8 @@ def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
 
 
 def _cuts(optimizer: Any) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
-    """{id of a parameter: (group, pieces)} for a distributed optimizer, which splits each bucket of
-    gradients into equal shares, one per rank of a group."""
+    """{id of a parameter: (group, {rank: (start, stop)})} for parameters of a distributed
+    optimizer, which splits each bucket of gradients into equal shares, one per rank of a group."""
     found = {}
     for part in filter(_is_distributed, parts_of(optimizer)):
         group = part.data_parallel_group
@@ -428,7 +439,7 @@ def _is_distributed(part: Any) -> bool:
 
 
 def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
-    """{id of a parameter: its sharded tensor, or a factory of several}."""
+    """{id of a parameter or buffer: its sharded tensor, or a factory of several}."""
     found = extract_sharded_tensors_and_factories(chunks)[0]
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
@@ -436,8 +447,8 @@ def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
 def _mine_to_write(
     tensors: dict[str, Any], holders: dict[int, _Holders], copy: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """A chunk's sharded tensors, with those that this rank writes marked as main replicas. copy:
-    copies their data; None: use the data itself."""
+    """A chunk's sharded tensors, of which those that this rank writes are marked as main replicas.
+    copy: makes the copies of their data to write; None: the data itself is written."""
     out = {}
     for name, tensor in tensors.items():
         holder = holders.get(id(tensor.data))
@@ -453,8 +464,9 @@ def _mine_to_write(
 
 
 def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, Any, slice]]:
-    """Yield (torch optimizer, model parameter, float32 master or this rank's flat piece of it, the
-    piece's slice) for each parameter that this rank steps."""
+    """Yield (torch optimizer, model parameter, the tensor that the optimizer steps, its slice of
+    the flat parameter) for each parameter that this rank steps. The tensor is the parameter or its
+    float32 master; with a distributed optimizer a flat piece of it."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
@@ -476,7 +488,8 @@ STEPS = ("optimizer_steps", "tower_steps")
 
 
 def may_rest(parameter: Any) -> bool:
-    """True for a parameter that an update skips if its step has no inputs for it."""
+    """True for a parameter that a step without inputs for it does not update, such as a vision
+    tower's in a step without images."""
     return getattr(parameter, "may_rest", False)
 
 
@@ -490,7 +503,8 @@ def _row(optimizer: Any) -> Optimizer:
 
 
 def _state_tensor(tensor: Any, name: str, value: torch.Tensor, **changes: Any) -> Any:
-    """The sharded tensor of one state of a parameter, made from the parameter's."""
+    """The sharded tensor to write or fill for one optimizer state of a parameter. tensor: the
+    parameter's, whose sharding it takes; name: "exp_avg", for example; value: the state."""
     if not isinstance(tensor, ShardedTensorFactory):
         changes["dtype"] = value.dtype
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
@@ -503,8 +517,8 @@ def _optimizer_to_write(
     holders: dict[str, Any],
     copy: Callable[..., Any] | None,
 ) -> dict[str, Any]:
-    """{number: sharded tensor} of the states that this rank writes. Collective, parameter by
-    parameter."""
+    """{number: sharded tensor} of the optimizer states that this rank writes, each assembled from
+    the pieces of a distributed optimizer. Collective, parameter by parameter."""
     owned = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in owned_parameters(optimizer, models)
@@ -532,7 +546,8 @@ def _optimizer_to_write(
 
 
 def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
-    """This rank's piece of one state, flat and float32; zeros before the first step."""
+    """This rank's piece of one optimizer state, or of the float32 "master" weights, flat and
+    float32; zeros for a state before the first step."""
     state = inner.state.get(main, {}).get(name)
     if name == "master":
         state = inner.master(main) if isinstance(inner, AdamW) else main
@@ -543,8 +558,8 @@ def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
 
 
 def _join(part: Any, parameter: Any, group: Any, writer: int, pieces: dict[str, Any]) -> Any:
-    """The whole of a state on the writer, from the pieces of all ranks; None on other ranks.
-    Collective."""
+    """Assemble one whole optimizer state on the writing rank from the pieces of all ranks; None on
+    other ranks. part: this rank's piece, or None. Collective."""
     me = group.rank()
     if me != writer:
         parallel.exchange({writer: part} if me in pieces else {}, {}, group)
@@ -565,8 +580,9 @@ def _fill_optimizer(
     fill_all: Callable[[list[Any]], Iterable[Any]],
     of_kinds: list[int],
 ) -> None:
-    """Set the states that this rank steps. Their device holds at most one parameter's whole states
-    at a time. fill_all: fills sharded tensors from the files."""
+    """Load the optimizer states that this rank steps. At most one parameter's whole states are on
+    the device at a time. fill_all: fills sharded tensors from the files. of_kinds: the counts of
+    updates, by STEPS."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]
@@ -595,10 +611,9 @@ def _fill_optimizer(
 
 
 def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
-    """Number of updates so far: [of parameters that every step updates, of parameters that may
-    rest], in the order of STEPS. The maximum over ranks, since some ranks own no such parameter.
-    Collective.
-    """
+    """Number of updates so far, in the order of STEPS: [of parameters that every step updates, of
+    those that may_rest()]. The maximum over ranks, since some ranks own no such parameter.
+    Collective."""
     counts = [0, 0]
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = int(may_rest(parameter))

@@ -45,7 +45,8 @@ _REMEDIES = {  # text in errors of the operating system and of torch -> remedy
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train with the words of a command line (None: this process's) -> exit code."""
+    """Train with the words of a command line, such as ["config.yaml", "max_steps=10"] (None: this
+    process's) -> exit code."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
@@ -91,8 +92,8 @@ def _train(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """A context without garbage collection, for imports: their objects are kept anyway, and looking
-    through them repeatedly takes a sixth of the time."""
+    """A context without automatic garbage collection, for imports: their objects are kept anyway,
+    and looking through them repeatedly takes a sixth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -106,15 +107,16 @@ def _no_collections() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors have the form and exit code of a wrong key."""
+    """An ArgumentParser that reports errors like a wrong configuration key: one line, exit code
+    USER_ERROR."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"error: {message}: see --help\n")
 
 
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser with a command's docstring as its help. Options cannot be abbreviated, because an
-    abbreviation may be a configuration key."""
+    """An ArgumentParser whose --help shows a command's docstring. Options cannot be abbreviated,
+    because an abbreviation may be a configuration key."""
     program = f"python -m {__package__} {command}"  # the package may be vendored under another name
     return _Parser(
         prog=program,
@@ -126,9 +128,8 @@ def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
-    """An argparse type for an option: parses a finite number of type `kind` that is at least
-    `least`; otherwise raises ArgumentTypeError.
-    """
+    """A function for argparse's `type` that reads a finite number of type `kind`, at least `least`;
+    otherwise it raises ArgumentTypeError."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -142,7 +143,7 @@ def at_least(least: float, kind: type = int) -> Callable[[str], float]:
 
 
 def has_colors() -> bool:
-    """True if a command may print in colours: in a terminal, unless NO_COLOR is set."""
+    """True if a command may print in colours: stdout is a terminal, and NO_COLOR is not set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
@@ -150,7 +151,8 @@ def has_colors() -> bool:
 
 
 def finish(work: Callable[..., int | None], *args: Any) -> int:
-    """Run a command -> its exit code (None: 0). An error is printed and gives the exit code."""
+    """Call work(*args), the body of a command -> its exit code (None: 0). An Exception or Ctrl-C is
+    printed and turned into an exit code."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
@@ -164,11 +166,12 @@ def finish(work: Callable[..., int | None], *args: Any) -> int:
 
 
 def end(error: Exception, output_dir: str | None) -> int:
-    """Print why a run ends, once per machine if its ranks agree -> the exit code. Not collective.
+    """Print the error that ends a run -> the exit code. Not collective.
 
-    output_dir: folder for the traceback; the temporary folder if it is None, missing or full. None
-    also means that nothing is trained: then a closed pipe (`| head`) is no error.
-    """
+    If the text is the same on all ranks, only the main rank prints it. All but a machine's first
+    rank wait WAIT_S first, in which torchrun may end them. output_dir: folder for the traceback;
+    the temporary folder if it is None, missing or full. None also means that nothing is trained:
+    then a closed pipe (`| head`) is no error."""
     if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
     code = getattr(error, "exit_code", USER_ERROR)
@@ -195,7 +198,8 @@ def end(error: Exception, output_dir: str | None) -> int:
 
 
 def user_words(error: Exception) -> str | None:
-    """The message of an error that the user can fix; None for a defect of this package."""
+    """The message of an error that the user can fix, with a remedy for some; None for any other
+    error, which counts as a defect."""
     text = str(error) or type(error).__name__
     remedies = [remedy for words, remedy in _REMEDIES.items() if words in text]
     if remedies and not isinstance(error, UserError):
@@ -215,8 +219,8 @@ def user_words(error: Exception) -> str | None:
 
 
 def _with_traceback(error: Exception, text: str | None, output_dir: str | None) -> str:
-    """The message of a defect, or of an error in the user's code, with the file that has its
-    traceback; `text` for any other error."""
+    """The message of a defect, of an error in the user's code, or of a lost rank, with the file to
+    which the traceback was written; `text` for any other error."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     in_worker = "in DataLoader worker" in lines[0]  # the last line names the worker's error
     first = lines[-1] if in_worker else lines[0]
@@ -233,7 +237,8 @@ def _with_traceback(error: Exception, text: str | None, output_dir: str | None) 
 
 
 def _keep_traceback(error: Exception, output_dir: str | None) -> str:
-    """Write the traceback to a file -> its path, or why there is none."""
+    """Write the traceback to a file in output_dir or else in the temporary folder -> its path, or
+    text that says why there is none."""
     lines = "".join(traceback.format_exception(error))
     text = lines.encode(errors="backslashreplace")
     name = f"traceback-rank{world.current().rank}.txt"
@@ -251,7 +256,8 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
 
 
 class _Printable:
-    """A text stream that writes printable() text, and otherwise behaves like `stream`."""
+    """Wraps a text stream: control characters in text are replaced by U+FFFD, except newlines, tabs
+    and carriage returns. Otherwise it behaves like `stream`."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

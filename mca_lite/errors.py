@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 
 class Keys(Protocol):
-    """Arguments: any object whose attributes are keys."""
+    """A configuration: any object whose attributes are configuration keys, such as
+    TrainingArguments."""
 
     def __getattribute__(self, key: str, /) -> Any: ...
 
@@ -16,18 +17,17 @@ class Keys(Protocol):
 
 
 class UserError(Exception):
-    """An error for the user: the command line shows its text without a traceback.
+    """An error that the user can fix: the command line shows its text without a traceback.
 
     exit_code: the exit status of the process. same_on_all_ranks: True if every rank has the same
-    text, so that one rank prints it.
-    """
+    text, so that one rank prints it."""
 
     exit_code = 2
     same_on_all_ranks = False
 
 
 class Problem(NamedTuple):
-    """One problem: the key, its value, the reason, and a value that works."""
+    """One problem of a configuration: the key, its value, the reason, and what to set instead."""
 
     key: str
     value: Any
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(UserError, ValueError):
-    """All `problems` of a configuration, each with key, value, reason and a value that works."""
+    """Raised with all `problems` of a configuration at once; its text lists them."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = list(problems)
@@ -67,11 +67,10 @@ _CURRENT = object()
 
 
 class Judge:
-    """Collects the Problems of a configuration.
+    """Collects the Problems of a configuration, to raise them together.
 
     arguments: an object whose attributes are keys. problems: Problems found earlier. bad: the keys
-    with a Problem. A bad key holds its default, so no further rule is applied to it.
-    """
+    with a Problem; refuse() ignores further Problems that involve them."""
 
     def __init__(self, arguments: Any, problems: Iterable[Problem] = ()) -> None:
         self.arguments = arguments
@@ -83,8 +82,8 @@ class Judge:
     ) -> None:
         """Add a Problem for the first of `keys` (separated by spaces), unless one of `keys` is bad.
 
-        value: shown in place of the key's current value. name: shown in place of the key.
-        """
+        value: shown in place of the key's current value. name: shown in place of the key, which
+        does not become bad then."""
         first, *_ = keys.split()
         if not self.bad.isdisjoint(keys.split()):
             return
@@ -95,7 +94,8 @@ class Judge:
             self.bad.add(first)
 
     def expect(self, holds: object, *problem: Any) -> None:
-        """Add a Problem unless `holds` is true. problem: the arguments of refuse()."""
+        """Add a Problem unless `holds` is true. problem: the arguments of refuse(), such as keys
+        and reason."""
         if not holds:
             self.refuse(*problem)
 
@@ -111,7 +111,8 @@ class Judge:
         return is_met != part.startswith("!")
 
     def apply(self, rules: Iterable[Rule]) -> None:
-        """Add a Problem for each rule whose conditions are all met."""
+        """Add a Problem for each rule whose conditions are all met, unless one of its keys is
+        bad."""
         for rule in rules:
             # a list, so that each key is read: one that is misspelt fails at once
             if all([self.holds(condition) for condition in rule.when.split()]):
@@ -119,7 +120,7 @@ class Judge:
                 self.refuse(keys, rule.reason, rule.remedy)
 
     def close(self) -> None:
-        """Raise ConfigError if there are Problems."""
+        """Raise ConfigError with the collected Problems, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 

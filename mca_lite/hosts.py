@@ -36,7 +36,8 @@ class Weight(NamedTuple):
 
 
 def host_of(model: Any) -> "MegatronHost | TorchHost":
-    """The host for VirtualModels, a McaModelConfig or a transformers model."""
+    """Access to a model's weights by Hugging Face names: a MegatronHost for VirtualModels or a
+    McaModelConfig, a TorchHost for a transformers model."""
     is_megatron = isinstance(model, torch.nn.ModuleList | McaModelConfig)
     return MegatronHost(model) if is_megatron else TorchHost(model)
 
@@ -52,12 +53,14 @@ def last_of(module: str) -> str:
 
 
 def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
-    """The Hugging Face modules of a row, in layer `layer`."""
+    """The Hugging Face modules whose weights a row of the family table maps, in layer `layer`
+    (None: outside the layers)."""
     return tuple(module_of(name.format(layer)) for name in row.hf)
 
 
 class MegatronHost:
-    """The host for VirtualModels, or for the McaModelConfig of a model not built yet."""
+    """Access to the weights of VirtualModels by Hugging Face names; or for planning, to the names
+    alone, of a McaModelConfig whose model is not built yet."""
 
     def __init__(self, model: Any) -> None:
         self.config = model
@@ -75,19 +78,21 @@ class MegatronHost:
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def weights(self) -> Iterator[Weight]:
-        """Every weight, in the model's order."""
+        """Yield a Weight for each weight of the whole model, in layer order, on whatever rank it
+        is."""
         for row, layer in in_layer_order(self.config):
             is_tied = self.is_tied and row.mca in VOCABULARY
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """(key, this rank's shard, True if trainable) for each weight."""
+        """Yield (key, this rank's shard, True if trainable) for each weight of this rank."""
         for key, view in own_parameters(self.models).items():
             yield key, view, stacked(view).requires_grad
 
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
-        """Leave only the weights with keys in `trained` trainable. dtype: not used here."""
+        """Make the weights with keys in `trained` trainable, and all others not. Keys of buffers,
+        such as a router's bias, have no effect, nor has dtype."""
         self.models.requires_grad_(False)
         for key, view in own_parameters(self.models).items():
             parameter = stacked(view)
@@ -95,13 +100,13 @@ class MegatronHost:
                 parameter.requires_grad_(True)
 
     def read(self, keys: Collection[str]) -> NamedTensors:
-        """(HF name, CPU tensor) of the weights with these keys, on global rank 0. Collective, as
-        iter_hf_tensors()."""
+        """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these keys, on
+        global rank 0 only. All ranks must iterate to the end. Collective, as iter_hf_tensors()."""
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill this rank's shards of the weights with these keys from source(name, shape). Raises
-        ValueError for another shape."""
+        """Fill this rank's shards of the weights with these keys, in place, from source(name,
+        shape). Raises ValueError for another shape. All ranks must call it."""
         fill(self.models, source, keys)
 
 
@@ -121,8 +126,8 @@ class _Fields(SimpleNamespace):
 
 
 class TorchHost:
-    """The host for a transformers model. For a family that is not in FAMILIES, only linears and
-    embeddings are known."""
+    """Access to the weights of a transformers model by module names. linears: its linear layers and
+    embeddings by name. fields: empty for a family that is not in FAMILIES."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -144,20 +149,20 @@ class TorchHost:
         self.fields = values and _Fields(**named, **values)
 
     def weights(self) -> Iterator[Weight]:
-        """The modules that have parameters themselves, in the model's order."""
+        """Yield a Weight for each module that itself has parameters, in the model's order."""
         for name, module in self.modules.items():
             if list(module.parameters(recurse=False)):
                 is_tied = self.is_tied and module in (self.embedding, self.head)
                 yield Weight(name, (name,), is_tied=is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """(key, tensor, True if trainable) for each weight."""
+        """Yield (name of its module, tensor, True if trainable) for each parameter."""
         for name, parameter in self.model.named_parameters():
             yield module_of(name), parameter, parameter.requires_grad
 
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
-        """Freeze the weights and cast them to `dtype`; those in `trained` become
-        trainable float32."""
+        """Freeze the weights and cast them to `dtype`, except that weights of modules in `trained`
+        become trainable float32. Buffers stay."""
         # not the buffers: rotary frequencies stay exact
         for name, parameter in self.model.named_parameters():
             is_trained = module_of(name) in trained
@@ -165,14 +170,14 @@ class TorchHost:
             parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
 
     def read(self, keys: Collection[str]) -> NamedTensors:
-        """(HF name, CPU tensor) of the weights in these modules, on global rank 0."""
+        """Yield (name, copy on the CPU) of the parameters in these modules, on global rank 0
+        only."""
         for name, parameter in self.model.named_parameters():
             if parallel.is_main() and module_of(name) in keys:
                 yield name, parameter.detach().to("cpu", copy=True)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill the weights of these modules from source(name, shape). Raises ValueError for another
-        shape."""
+        """Fill the parameters in these modules, in place, from source(name, shape)."""
         for name, parameter in self.model.named_parameters():
             if module_of(name) in keys:
                 parameter.detach().copy_(source(name, tuple(parameter.shape)))

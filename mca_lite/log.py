@@ -88,7 +88,8 @@ class Throughput:
 
     @classmethod
     def of(cls, args: Keys) -> "Throughput":
-        """The Throughput for a run with these TrainingArguments on this rank's device."""
+        """The Throughput for a run with these TrainingArguments. The peak is that of this rank's
+        GPU with bf16 or fp16, otherwise unknown."""
         peak = None
         if torch.cuda.is_available() and (args.bf16 or args.fp16):
             peak = peak_flops(torch.cuda.get_device_name())
@@ -99,7 +100,7 @@ class Throughput:
         self._time_s = self._flops = 0.0
 
     def start(self) -> None:
-        """Mark the begin of a step."""
+        """Mark the beginning of a step."""
         self._started = self._clock()
 
     def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
@@ -112,12 +113,12 @@ class Throughput:
         self._flops += model_flops
 
     def take(self) -> dict[str, float]:
-        """Rates over the steps since the last call; starts again. {} if there was no step.
+        """Mean rates over the steps since the last call; then counts start anew. {} if there was no
+        step.
 
         Keys: step_time_s (mean), tokens_per_second, tokens_per_second_per_device, padding_fraction
-        (of all positions), tflops_per_device if FLOPs were counted, and mfu (up to 1) if the peak
-        is known too.
-        """
+        (of all positions), tflops_per_device if FLOPs were counted, and mfu (1 is the device's
+        peak) if the peak is known too."""
         if not self._steps:
             return {}
         time_s = max(self._time_s, 1e-9)  # a clock may not have ticked
@@ -148,12 +149,14 @@ class ModelSizes(NamedTuple):
     linear: float = 0.0  # multiplications per token in linear attention, besides weights
 
     def cost(self, tokens: Any, squares: Any) -> Any:
-        """Multiplications in a forward pass, for numbers or arrays. squares: sum of squared
-        document lengths. Exactly the same on every rank and host."""
+        """Multiplications in a forward pass over documents with `tokens` tokens in all, and
+        `squares`, the sum of their squared lengths. Numbers or arrays. The same on every rank, so
+        that ranks plan alike."""
         return (self.weights + self.linear) * tokens + self.core * squares
 
     def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
-        """The sizes times `count` forward passes, plus those of `others`."""
+        """A copy for counting FLOPs: weights, core and linear are multiplied by `count`, a number
+        of forward passes, and those of `others` are added."""
         sums = {name: count * getattr(self, name) for name in ("weights", "core", "linear")}
         if others is not None:
             sums = {name: size + getattr(others, name) for name, size in sums.items()}
@@ -162,8 +165,8 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The quantities that a step's FLOPs depend on; the formulas are at the top of this file.
-    reference: models that run only forward."""
+    """The model's sizes on which a step's FLOPs depend; the formulas are at the top of this file.
+    reference: sizes of models that only run forward."""
 
     frozen: float = 0.0
     trained: float = 0.0
@@ -179,7 +182,7 @@ class ModelWork:
         self, tokens: float, squares: float, units: float = 0.0, unit_squares: float = 0.0
     ) -> float:
         """FLOPs of a step. tokens: without padding; squares: sum of squared document lengths;
-        units, unit_squares: the same for inputs other than text."""
+        units, unit_squares: the same for inputs other than text, such as image patches."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
@@ -226,8 +229,9 @@ def model_work(
 
 
 def partial_work(config: Any, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
-    """The ModelWork of a model with frozen weights. config: any that model_sizes knows; trained:
-    the trained Hugging Face modules."""
+    """The ModelWork of a model in which only some modules are trained. config: any that model_sizes
+    knows; trained: Hugging Face names of the trained modules. Layers below the lowest trained one
+    have no backward pass."""
     sizes = model_sizes(config)
     lowest = lowest_layer(trained, sizes.num_layers)
     linear = _fields_of(config).get("linear_layers") or ()
@@ -280,8 +284,8 @@ def model_sizes(config: Any) -> ModelSizes | None:
 
 
 def _more_of_full_layers(fields: dict[str, Any]) -> int:
-    """The number of query and value channels, over all heads, that layers without a window have
-    more than other layers."""
+    """The query and value channels that layers with full attention have beyond those of as many
+    sliding-window layers, summed over heads and layers; 0 if all heads have one width."""
     if not fields.get("full_kv_channels"):
         return 0
     full = fields["num_layers"] - len(fields["sliding_layers"])
@@ -290,8 +294,8 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
 
 
 def _linear_products(fields: dict[str, Any]) -> int:
-    """Multiplications per token in a linear attention layer: the convolution, and for each head
-    three with the state [k, v]."""
+    """Multiplications per token in a linear attention layer, without its weights: the convolution,
+    and for each head three with the state [k, v]."""
     k = fields["linear_key_head_dim"]
     of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     channels = 2 * fields["linear_num_key_heads"] * k + of_values
@@ -299,15 +303,17 @@ def _linear_products(fields: dict[str, Any]) -> int:
 
 
 def _fields_of(config: Any) -> dict[str, Any]:
-    """McaModelConfig's fields, from such a config or a transformers config."""
+    """McaModelConfig's fields, from such a config or from a transformers config; empty if there is
+    none, or the family is unknown."""
     if hasattr(config, "hf_model_type"):
         return vars(config)
     return values_of(config) if hasattr(config, "model_type") else {}
 
 
 def _matrices_of(config: Any) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """Hugging Face module -> (how often a token is multiplied with it, shape) for each matrix. A
-    token uses a share of the experts, and the head once more per token predicted ahead."""
+    """{Hugging Face module: (how often a token is multiplied with its matrix, shape)} for the
+    matrices of the text model. A token uses a share of the experts, the head once more per token
+    predicted ahead, and the embedding not at all."""
     fields = _fields_of(config)
     ahead = fields.get("mtp_num_layers") or 0
     hf_config = fields.get("hf_config") or config.to_dict()
@@ -370,9 +376,10 @@ def format_summary(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None = None) -> str:
     """A line for one log record: the step, the metrics of PROGRESS in this order, keys that METRICS
-    does not have, and eta_s, the remaining seconds. Leaves out values below a metric's `least`, and
-    unknown keys with the value 0.
-    """
+    does not have, and eta_s, the remaining seconds.
+
+    Leaves out values below a metric's `least`, unknown keys with the value 0, and lags without
+    slowest_rank."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs
@@ -387,7 +394,8 @@ def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None
 
 
 class Pictures(TrainerCallback):
-    """Gives a trainer's Report the function that draws a run: Pictures(tool_page.draw)."""
+    """A callback that has a run's curves drawn while it trains: Pictures(tool_page.draw) sets
+    `draw` of the trainer's Report."""
 
     def __init__(self, draw: Callable[..., None]) -> None:
         self.draw = draw
@@ -428,8 +436,8 @@ class Report(TrainerCallback):
         self._facts: dict[str, Any] = {}  # content of run_summary.json
 
     def print(self, text: str) -> None:
-        """Print on the main rank only, above the bar if there is one. If stdout cannot be written
-        any more, the log goes on, with a note."""
+        """Print on the main rank only, above the progress bar if there is one. If stdout is lost (a
+        closed pipe, a full disk), the run goes on, and an open log file gets a note."""
         if not self.is_main:
             return
         try:
@@ -445,7 +453,7 @@ class Report(TrainerCallback):
                 self._file.write(json.dumps({"note": note}) + "\n")
 
     def summary(self, sections: Mapping[str, Mapping[str, Any]]) -> None:
-        """Print the start summary (format_summary), and keep it for run_summary.json."""
+        """Print the start summary on the main rank, and keep it for run_summary.json."""
         self._facts["sections"] = sections
         self.print(format_summary(sections))
 
@@ -490,8 +498,9 @@ class Report(TrainerCallback):
         self.log(logs)
 
     def log(self, logs: Mapping[str, Any]) -> None:
-        """Write one record: a line in trainer_log.jsonl (unrounded), in the trackers and in the
-        progress. `logs` has "step"; values may be tensors or numpy arrays of one element."""
+        """Write one record on the main rank: to the progress output, the trackers, and while a run
+        trains, unrounded to trainer_log.jsonl. `logs` has "step"; values may be tensors or numpy
+        arrays of one element."""
         if not self.is_main:
             return
         logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
@@ -553,7 +562,8 @@ class Report(TrainerCallback):
 
 
 def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
-    """The sections of the start summary: model, layout, steps, dataset, automatic choices."""
+    """The sections of the start summary, {section: {name: value}}: model, layout, steps, automatic
+    choices, and those that the trainer was given."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
@@ -600,7 +610,8 @@ def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
 
 
 def steps_summary(trainer: Any, plan: Any) -> dict[str, Any]:
-    """Batch size, steps and learning rate of a trainer and its BatchPlan."""
+    """Lines of the start summary, {name: text}: batch size, steps, learning rate and first step.
+    plan: the trainer's BatchPlan."""
     args = trainer.args
     state = trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
@@ -628,7 +639,8 @@ def connections(args: Keys, device: str) -> str | None:
 
 
 def _expert_layout(backend: Any) -> str | None:
-    """The experts on a rank, as text; None without experts, and on plain torch."""
+    """Expert parallelism as text, "4 x 1 (2 of 8 experts a rank)": expert-parallel x
+    expert-tensor-parallel size. None without experts, and on plain torch."""
     if backend.name != "megatron" or not backend.config.num_moe_experts:
         return None
     config = backend.config
@@ -639,8 +651,8 @@ def _expert_layout(backend: Any) -> str | None:
 
 
 def balance_summary(backend: Any, args: Keys) -> str | None:
-    """The routers' load-balancing loss, and the key that set it, as text; None if there are no
-    routers."""
+    """The MoE routers' load-balancing loss as text, with the key that set its coefficient; "none"
+    if it is off, None if the model has no routers."""
     if backend.statistics_of_routers is None:
         return None
     losses = backend.losses_of_routers

@@ -33,12 +33,11 @@ def format_rate(per_second: float) -> str:
 
 
 class Metric(NamedTuple):
-    """A value in the log: its key there, its name and format for a reader.
+    """A value of the log, and its display: its key in the log, its name and format for a reader.
 
     chart: the title of its chart on the page; None: no chart. figure: picks the value that stands
     for a whole run, on the page and in `watch`. least: the smallest value that the progress line
-    shows.
-    """
+    shows."""
 
     key: str
     name: str
@@ -124,8 +123,9 @@ METRICS = (
 
 
 def metric_of(key: str) -> Metric:
-    """The row for a key, or a new row. An evaluation's key (eval_loss, eval_<dataset>_loss) has the
-    row of the training key, and the loss of a dataset (loss/<dataset>) the chart of the loss."""
+    """The row of METRICS for a key of the log; for an unknown key a new row, with a chart of its
+    own. An evaluation's key (eval_loss, eval_<dataset>_loss) has the row of the training key, and
+    the loss of a dataset (loss/<dataset>) the chart of the loss."""
     name = key.removeprefix("eval_")
     if name.startswith("loss/"):
         return Metric(name, name, chart=_LOSS)
@@ -140,8 +140,8 @@ def metric_of(key: str) -> Metric:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number whose differences and quotients with other numbers
-    are finite too."""
+    """True for an int or float, but no bool, that is 0 or has a magnitude from 1e-300 to 1e300. So
+    NaN, infinity, and numbers whose sums might overflow are not taken from a log."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_real and (value == 0 or 1e-300 <= abs(value) <= 1e300)
 
@@ -152,7 +152,7 @@ def is_count(value: Any) -> bool:
 
 
 def log_line(record: dict[str, Any]) -> dict[str, Any]:
-    """A log line's step and numeric values; {} if it has no step."""
+    """The numbers in a line of trainer_log.jsonl, with its step; {} if it has no valid step."""
     if not is_count(record.get("step")):
         return {}
     return {key: value for key, value in record.items() if is_number(value)}
@@ -164,9 +164,8 @@ def read_lines(
     """The records of a .jsonl file that another process may be writing; [] if there is no file.
 
     convert: turns a line's object into its record, or into an empty one to drop it. A line that is
-    not a JSON object, such as an unfinished last line, is skipped. Raises OSError or ValueError if
-    the file cannot be read.
-    """
+    not a JSON object, such as an unfinished last line, is skipped. Raises OSError if the file
+    cannot be read, ValueError for a folder, pipe or device."""
     path = Path(path)
     if not is_there(path):
         return []

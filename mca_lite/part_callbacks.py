@@ -14,7 +14,7 @@ from .errors import Keys
 
 
 def of_keys(args: Keys) -> list[TrainerCallback]:
-    """The callbacks that early_stopping_patience and profile_steps ask for."""
+    """New callbacks for the keys early_stopping_patience and profile_steps, if they are set."""
     found: list[TrainerCallback] = []
     if args.early_stopping_patience is not None:
         found.append(EarlyStopping())
@@ -24,12 +24,11 @@ def of_keys(args: Keys) -> list[TrainerCallback]:
 
 
 class EarlyStopping(TrainerCallback):
-    """Stops the loop after early_stopping_patience evaluations in a row that gain no more than
-    early_stopping_threshold.
+    """Stops training after early_stopping_patience evaluations in a row that improve the ranking
+    metric by no more than early_stopping_threshold.
 
     A resumed run counts on: the count is rebuilt from the checkpoint's state.log_history. If the
-    patience is used up already, no step is made.
-    """
+    patience is used up already, no step is made."""
 
     evaluations_without_gain = 0
     _best: float | None = None
@@ -117,7 +116,9 @@ class Profiler(TrainerCallback):
 
 
 def _tensorboard(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(a function of values and their step, a function that closes the tracker)."""
+    """Open a TensorBoard log in output_dir/runs -> (a function that logs {name: value} of a step, a
+    function that closes the log). resumed_step: entries after it, from a crashed run, are hidden.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what a crashed run wrote after the resumed step

@@ -19,9 +19,8 @@ from .trainer_evaluation import Evaluator, borders
 
 
 def check(evaluator: Evaluator) -> None:
-    """Raise ValueError if compute_metrics and preprocess_logits_for_metrics cannot be used with
-    this trainer.
-    """
+    """Raise ValueError unless compute_metrics and preprocess_logits_for_metrics are both functions
+    and the trainer's samples have one document, not a pair."""
     trainer = evaluator.trainer
     compute = trainer.compute_metrics
     preprocess = trainer.preprocess_logits_for_metrics
@@ -41,14 +40,13 @@ def check(evaluator: Evaluator) -> None:
 
 @torch.no_grad()
 def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, float]:
-    """compute_metrics over the results of preprocess_logits_for_metrics, one per sample. Names
-    get the prefix. Every rank returns the main rank's result. This is a second pass over the
-    data.
+    """Run a pass over the dataset, and call the user's compute_metrics with the results of
+    preprocess_logits_for_metrics for each sample -> its metrics, named <prefix>_<name>, on every
+    rank. Collective.
 
-    As in transformers, position t of label_ids is the label predicted by position t - 1, and
-    samples are padded with IGNORE_INDEX. Memory: a micro-batch's logits, and on the main rank
-    all results.
-    """
+    The main rank calls compute_metrics. As in transformers, position t of label_ids is the label
+    predicted by position t - 1, and samples are padded with IGNORE_INDEX. Memory: a micro-batch's
+    logits, and on the main rank all results."""
     trainer = evaluator.trainer
     preprocess = trainer.preprocess_logits_for_metrics
     backend = evaluator.backend
@@ -98,9 +96,9 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
 def _processed(
     preprocess: Callable[..., Any], logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. They
-    have one more position than the document, because transformers' labels are not shifted.
-    """
+    """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. logits:
+    [n, V]. labels: [n]. The function gets one position more than the document has, because
+    transformers' labels are not shifted."""
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     kept = preprocess(logits, labels)
@@ -116,7 +114,8 @@ def _processed(
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
     """One array [documents, longest n, ...] from a tensor [1, n, ...] per document, padded on the
-    right with IGNORE_INDEX. Tensors with fewer than two dimensions are concatenated, unpadded."""
+    right with IGNORE_INDEX. Tensors with fewer than two dimensions are flattened and concatenated
+    instead."""
     if parts[0].dim() < 2:
         return torch.cat([part.reshape(-1) for part in parts]).numpy()
     rows = [part[0] for part in parts]

@@ -25,9 +25,8 @@ _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 def dump_calls(folder: str | os.PathLike[str], rank: int) -> dict[str, Any]:
-    """Write this rank's flight recorder to a file in the folder -> its summary (calls_of). OSError
-    if the file cannot be written.
-    """
+    """Write this rank's flight recorder to the file rank_<rank> in the folder -> its summary
+    (calls_of). OSError if the file cannot be written."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
@@ -44,11 +43,10 @@ def dump_calls(folder: str | os.PathLike[str], rank: int) -> dict[str, Any]:
 def calls_of(
     record: Mapping[str, Any], ranks_of: Callable[[str], list[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Summarise a rank's flight recorder.
+    """Summarise a rank's flight recorder: {"calls": {group: its first unfinished call}, "recent":
+    {group: its last collectives}}.
 
-    "calls": {group: its first unfinished call}; "recent": {group: its last collectives}. ranks_of:
-    group name -> global ranks.
-    """
+    A group is a name that torch gives. ranks_of: such a name -> global ranks."""
     calls: dict[str, dict[str, Any]] = {}
     recent: dict[str, list[dict[str, Any]]] = {}
     for entry in record["entries"]:
@@ -69,9 +67,8 @@ def calls_of(
 
 
 def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
-    """The facts to compare and show about one entry of the flight recorder. ranks: those of its
-    group.
-    """
+    """The facts to compare and show about one entry of the flight recorder. ranks: the global ranks
+    of its group."""
     backend, _, operation = entry["profiling_name"].partition(":")
     pair = _PEERS.search(operation)
     if entry["is_p2p"] and pair:
@@ -94,23 +91,23 @@ def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
 
 
 def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[int], list[str]]:
-    """Compare the summaries of ranks -> (late ranks, lines about calls that differ).
+    """Compare the summaries of ranks, {rank: calls_of()} -> (late ranks, report lines about calls
+    that differ or wait).
 
-    First, a rank is late if one of its finished calls differs from the others' call of the same
-    number. Otherwise, a rank is late if others wait for it, and it has no unfinished call or one
-    that its GPU has not begun while other GPUs have. If all awaited ranks wait too, or gloo may
-    hide a point-to-point wait, the late ranks are those waiting in a call made by the user's code,
-    outside torch, megatron-core and this package.
-    """
+    If ranks of a group made different collectives of the same number, those in the minority are
+    late. Otherwise, a rank is late if others wait for it, and it has no unfinished call or one that
+    its GPU has not begun while other GPUs have. If all awaited ranks wait too, or gloo may hide a
+    point-to-point wait, the late ranks are those waiting in a call made by the user's code, outside
+    torch, megatron-core and this package."""
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)
     return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]
 
 
 def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """For the first call number at which ranks of a group made different calls: (the ranks with the
-    rarest form, a line about it).
-    """
+    """Find the first call number at which ranks of a group made different collectives -> (the ranks
+    in the minority, a report line). At a tie, those whose call is in the user's code, if any.
+    (empty set, []) if no calls differ."""
     forms: dict[tuple[str, int], dict[str, list[int]]] = {}
     calls: dict[tuple[tuple[str, int], int], Any] = {}
     for rank, about in summaries.items():
@@ -134,11 +131,10 @@ def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[
 
 def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
     """Find unfinished calls that some ranks of their group have not begun -> (late ranks, a report
-    line per such call). summaries: {rank: its summary of the flight recorder}.
+    line per such call). summaries: {rank: its calls_of()}.
 
     A rank is late if others wait for it and it waits for no rank. If there is no such rank, or gloo
-    hides it, late ranks are those that differing_calls() describes.
-    """
+    hides it, late ranks are those that differing_calls() describes."""
     open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
     some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
     waits_for: dict[int, set[int]] = {}
@@ -174,7 +170,8 @@ def _shown(ranks: list[int]) -> str:
 
 
 def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """True if the rank with this summary has begun or finished the group's call."""
+    """True if the rank with the summary `about` has also begun, or already finished, this call of
+    the group."""
     same = about.get("calls", {}).get(group)
     if call["is_message"]:
         return same is not None and same["is_message"] and same["has_begun"]
@@ -185,6 +182,7 @@ def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -
 
 
 def _in_words(call: Mapping[str, Any]) -> str:
-    """A call as text: number, group, operation and place in the code."""
+    """A call as text: "call 7 of group <description>, all_reduce of <sizes> at <file:line>", the
+    last if known."""
     place = f" at {call['place']}" * bool(call["place"])
     return f"call {call['number']} of group {call['words']}, {call['operation']}{place}"

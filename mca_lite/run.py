@@ -58,11 +58,10 @@ from .weights_files import (
 
 @dataclass
 class PlannedModel:
-    """A model to build.
+    """A model to build, as read from its folder's configs.
 
-    config: McaModelConfig, already with rows for new tokens. On the torch backend: the folder's
-    transformers config.
-    """
+    config: on the megatron backend a McaModelConfig, with rows for new tokens; on the torch backend
+    the folder's transformers config."""
 
     folder: Path
     config: Any
@@ -76,7 +75,7 @@ class PlannedModel:
 
 @dataclass
 class Plan:
-    """Everything that a run needs, each read once."""
+    """Everything that a run needs, read once by make_plan()."""
 
     arguments: RunArguments
     objective: Objective
@@ -97,11 +96,11 @@ _FROM_BF16 = (
 
 
 def make_plan(arguments: RunArguments) -> Plan:
-    """Read tokenizer, configs, weights' index, adapter and data -> the Plan.
+    """Read tokenizer, configs, the weights' index, adapter and data -> the Plan, from which
+    run.train() runs.
 
-    ValueError if one of them is wrong. No collectives: ranks that wait for the token cache poll for
-    it.
-    """
+    ValueError if one of them is wrong. No collectives: one process tokenises the data, and the
+    others poll for its cache files."""
     transformers.utils.logging.disable_progress_bar()
     keys = arguments.model
     args = arguments.training
@@ -156,9 +155,8 @@ def _plan_model(
     from_scratch: bool = False,
     values: dict[str, Any] | None = None,
 ) -> PlannedModel:
-    """Read a folder's configs -> the model to build; its weights stay unread. values: the contents
-    of its config.json, if it was read before.
-    """
+    """Read a model folder's configs, not its weights -> the PlannedModel. values: the contents of
+    its config.json, if it was read before. ConfigError if the model does not fit the stage."""
     remote = arguments.model.trust_remote_code
     has_scores = OBJECTIVES[arguments.finetuning.stage].scores
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
@@ -182,9 +180,8 @@ def _plan_model(
 
 
 def _of_any_depth(arguments: RunArguments) -> RunArguments:
-    """A copy of the arguments for a second model, which only runs forward: its layers are
-    distributed over the pipeline stages whatever their number, and nothing is recomputed.
-    """
+    """A copy of the arguments for a second model, such as a reference, which only runs forward: its
+    number of layers need not fit the run's pipeline layout, and nothing is recomputed."""
     arguments = copy.copy(arguments)
     arguments.training = training = copy.copy(arguments.training)
     training.pipeline_model_parallel_layout = "auto"
@@ -194,9 +191,8 @@ def _of_any_depth(arguments: RunArguments) -> RunArguments:
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
-    """Raise ConfigError for a reward model in another stage, or a checkpoint with logits in stage
-    rm.
-    """
+    """Raise ConfigError if the model has a value head (a reward model), and the stage wants logits,
+    or the reverse. wanted: True if the stage trains a value head. folder: the model's."""
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"
         refuse("model_name_or_path", str(folder), reason, "stage: rm, or the model it began as")
@@ -207,11 +203,11 @@ def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
 
 
 def open_source(planned: PlannedModel, seed: int = 42) -> None:
-    """Read the headers of a planned model's weight files, into planned.source.
+    """Read the headers of a planned model's weight files, and set planned.source. Nothing is read
+    for a model that is trained from scratch or comes from a megatron checkpoint.
 
-    seed: draws a value head if the files lack it. ValueError, before ranks meet, for tensors that
-    do not fit config.json.
-    """
+    seed: draws a value head if the files lack it. ValueError for tensors that do not fit
+    config.json."""
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
@@ -231,11 +227,12 @@ def open_source(planned: PlannedModel, seed: int = 42) -> None:
 def _plan_tokenizer(
     arguments: RunArguments, planned: PlannedModel, judge: Judge
 ) -> tuple[Any, int, list[str]]:
-    """Load the tokenizer, add the configured tokens, and plan rows for them -> (tokenizer, number
-    of new tokens, report lines).
+    """Load the tokenizer, add the configured tokens, and plan embedding rows for them ->
+    (tokenizer, number of new tokens, report lines).
 
-    Finetuning.take_new_tokens may change the keys, so that the new rows are trained.
-    """
+    A tokenizer larger than the model's vocabulary is a Problem for the judge unless resize_vocab or
+    new tokens are configured. Finetuning.take_new_tokens may change the keys, so that the new rows
+    are trained."""
     keys = arguments.model
     plain = keys.add_tokens or []
     special = keys.add_special_tokens or []
@@ -262,11 +259,10 @@ def _plan_tokenizer(
 
 
 def _grow(planned: PlannedModel, size: int) -> None:
-    """Plan `size` tokens for a model.
+    """Plan a vocabulary of `size` tokens for a model.
 
-    A McaModelConfig and its source grow too. On the torch backend the config stays, because
-    transformers loads the old rows before it grows a model.
-    """
+    A McaModelConfig and its source of weights grow too. On the torch backend the config stays,
+    because transformers loads the old rows before it grows a model."""
     planned.vocab_size = size
     is_mca = isinstance(planned.config, model_config.McaModelConfig)
     if size == planned.old_vocab_size or not is_mca:
@@ -280,9 +276,8 @@ def _grow(planned: PlannedModel, size: int) -> None:
 
 
 def _host_model(arguments: RunArguments, planned: PlannedModel) -> Any:
-    """A planned model as hosts.host_of takes it: its McaModelConfig, or on the torch backend the
-    model on the meta device.
-    """
+    """A planned model, not built, for hosts.host_of: its McaModelConfig, or on the torch backend
+    the transformers model on the meta device."""
     if arguments.backend.use_mca:
         return planned.config
     with torch.device("meta"):
@@ -295,9 +290,8 @@ def _host_model(arguments: RunArguments, planned: PlannedModel) -> Any:
 
 
 def build_model(plan: Plan) -> Any:
-    """Build the planned model on this rank, with its finetuning in place -> VirtualModels, or a
-    transformers model with use_mca: false.
-    """
+    """Build the planned model on this rank, with its finetuning applied (frozen weights, adapters)
+    -> VirtualModels, or a transformers model with use_mca: false."""
     built = build_planned(plan.arguments, plan.model)
     args = plan.arguments.training
     # dtype of frozen weights; fp16 would lose too much precision
@@ -306,7 +300,8 @@ def build_model(plan: Plan) -> Any:
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
-    """Build a planned model on this rank, with all weights trainable."""
+    """Build a planned model on this rank and load its weights, before any are frozen ->
+    VirtualModels, or a transformers model with use_mca: false."""
     # a copy, because megatron-core stores functions of the optimizer in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed
@@ -324,11 +319,11 @@ def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
 
 
 def train(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
-    """Start the world, build, train, save, stop the world -> the trainer. Collective.
+    """Run a plan: start the process group, build the model, train, export, evaluate and predict as
+    configured, end the process group -> the trainer. Collective.
 
     callbacks: added to the trainer's. A signal during the export does not interrupt it, because
-    half a model is useless.
-    """
+    half a model is useless."""
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
     with mcore.quiet(), watchdog.watch(args), ckpt_folder.hold(args.output_dir):
@@ -348,11 +343,10 @@ def train(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
 
 
 def _predict(sets: Any, trainer: Any) -> None:
-    """Write predictions.jsonl, one line per sample of the evaluation set (or sets, {name:
-    dataset}).
+    """Run predict() over the evaluation set (or sets, {name: dataset}), and write
+    predictions.jsonl, one line per sample.
 
-    With predict_with_generate, also generations.jsonl, one line per answer. Collective.
-    """
+    With predict_with_generate, also write generations.jsonl, one line per answer. Collective."""
     lines: dict[str, list[dict[str, Any]]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
     if not isinstance(sets, dict):
         sets = {"": sets}
@@ -370,7 +364,8 @@ def _predict(sets: Any, trainer: Any) -> None:
 
 
 def build_trainer(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
-    """Build the model, and the objective's trainer with it and the planned data. Collective."""
+    """Build the planned model, and the stage's trainer (McaTrainer or a subclass) with it and the
+    planned data. Collective."""
     arguments = plan.arguments
     args = plan.arguments.training
     data = plan.data
@@ -403,9 +398,8 @@ def build_trainer(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
 
 
 def _export(plan: Plan, trainer: Any, result: Any) -> None:
-    """Save the model as configured, and print how the run ended. For a resumed run, time and loss
-    count only its new steps.
-    """
+    """Save the model as configured, and print how the training ended: its steps, time and mean
+    loss, without the steps before a resume. Collective."""
     args = plan.arguments.training
     first = trainer.report.first_step
     if args.save_hf_model:
@@ -425,9 +419,8 @@ def _export(plan: Plan, trainer: Any, result: Any) -> None:
 
 
 class _SaveConfig(TrainerCallback):
-    """Writes config.yaml and the tokenizer when training begins. A run refused before that leaves
-    an earlier run's files.
-    """
+    """Writes config.yaml and the tokenizer to output_dir when training begins, not before, so that
+    a run refused earlier leaves another run's files alone."""
 
     def __init__(self, arguments: RunArguments):
         self.arguments = arguments
@@ -446,7 +439,7 @@ class _SaveConfig(TrainerCallback):
 
 
 def data_summary(plan: Plan) -> dict[str, str]:
-    """{name: text} for the start summary: objective, finetuning and data."""
+    """Lines of the start summary, {name: text}: objective, finetuning and data."""
     data = plan.arguments.data
     keys = plan.arguments.finetuning
     packing = ""

@@ -121,7 +121,7 @@ def use_loss(backend: Any, objective: Any, batch: dict[str, Any] | None = None) 
 def _loss_in(
     batch: dict[str, Any] | None, loss_of_logits: Callable[[Logits], torch.Tensor], logits: Logits
 ) -> torch.Tensor:
-    """loss_of_logits(logits), with the micro-batch in logits.batch."""
+    """Call loss_of_logits with the micro-batch as logits.batch -> its token losses."""
     return loss_of_logits(replace(logits, batch=batch))
 
 

@@ -786,7 +786,8 @@ class McaTrainer(OtherNames):
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
     def prediction_records(self, predictions: Any) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl, one per sample of predict()."""
+        """Yield the lines of predictions.jsonl as dicts, one per sample. predictions: from
+        predict()."""
         return records_of(predictions)
 
     # -- files
@@ -852,7 +853,7 @@ class McaTrainer(OtherNames):
 
     @classmethod
     def notes_of_run(cls, arguments: Any) -> list[str]:
-        """Hook: lines for the report at the start of a run."""
+        """Hook: notes about the objective that a run prints at its start; none here."""
         return []
 
     @classmethod

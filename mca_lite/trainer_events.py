@@ -41,8 +41,8 @@ class EvalLoopOutput(NamedTuple):
 @dataclass
 class Numbers:
     """Metrics and counts of steps in one float64 vector, so that one collective sums them: (sum,
-    count) for each of `keys`, then the counts of count_tokens, then the number of positions
-    including padding."""
+    count) for each of `keys`, then tokens, squared document lengths, image patches and squared
+    patches (data_batches.count_tokens), then positions including padding."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -150,7 +150,8 @@ class RunSums:
             self._skipped = carried["skipped"]
 
     def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:
-        """Add one step's numbers to the sums of the run and of the current log line."""
+        """Add one step's numbers to the sums over the run and over the steps since the last log
+        line."""
         self.whole_run = self.whole_run + numbers
         self._window = self._window + numbers
         self._skipped += skipped
@@ -208,7 +209,7 @@ class Phase:
         self._events: list[list[torch.cuda.Event]] = []  # [start, end] of unfinished work
 
     def _now(self) -> Any:
-        """The current time, or a recorded CUDA event."""
+        """Seconds of the host's clock, or for work on a GPU a CUDA event recorded now."""
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -268,8 +269,9 @@ class Phases:
         return self.of.get(_OF_TIMERS.get(name, name), self._others)
 
     def numbers(self) -> list[int]:
-        """Integers whose maximum over ranks compare() takes: for each phase, its microseconds with
-        the rank in the lowest bits; then each phase's negated microseconds."""
+        """Integers for compare(), to reduce by a maximum over ranks: for each phase its
+        microseconds, with the rank number in the lowest bits; then each phase's negated
+        microseconds."""
         micros = {name: round(1e6 * phase.seconds()) for name, phase in self.of.items()}
         if self._waits_in_model:
             micros["model"] += micros["data"]

@@ -107,8 +107,7 @@ class FiniteGuard:
 
         If nan_policy: skip drops the update, micro-batches with a non-finite loss are left out of
         the metrics, and the norm is 0. NotFiniteError if the run must stop. An overflow of fp16's
-        loss scale with finite losses is not counted. After an update, old checkpoints are pruned.
-        """
+        loss scale with finite losses is ignored. After an update, old checkpoints are pruned."""
         self.steps += 1
         if self.steps == 1 and grad_norm == 0 and not skipped:
             self.trainer.report.print(_NOTHING_LEARNED)

@@ -68,9 +68,8 @@ _RECORDS = "flight_recorder"  # folder in output_dir
 
 
 class RankFailed(UserError, RuntimeError):
-    """Raised on a rank that lost its connection to a failed rank. The text names that rank and its
-    error.
-    """
+    """Raised on a rank that lost its connection to another. The text names the failed rank and its
+    error, or says that the ranks' store is gone."""
 
     same_on_all_ranks = True
 
@@ -80,14 +79,14 @@ class RankFailed(UserError, RuntimeError):
 
 
 def lost_a_rank(error: BaseException) -> bool:
-    """True if the error is about the connection to a lost rank."""
+    """True if the error is a RuntimeError with a text by which gloo, nccl or the store reports a
+    lost connection to a rank."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
 
 
 def end_with_rank(worker: int) -> None:
-    """Let the kernel kill this process, the `worker`th of a data loader, when its rank ends. Only
-    on Linux.
-    """
+    """Let the kernel kill this data loader worker when its rank's process ends. A worker_init_fn;
+    `worker`, its number, has no effect. Only on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -98,7 +97,7 @@ _current: "Watchdog | None" = None
 
 
 class _NoRecorder:
-    """Stands for part_recorder.py, if its file is gone."""
+    """Stands in for part_recorder.py if that file is gone: nothing is known about collectives."""
 
     @staticmethod
     def dump_calls(folder: str, rank: int) -> dict[str, Any]:
@@ -110,32 +109,33 @@ class _NoRecorder:
 
 
 def _recorder() -> Any:
-    """The module that reads the collectives which torch recorded."""
+    """The module that reads torch's record of collectives: part_recorder, or _NoRecorder."""
     return parts.module_of("part_recorder") or _NoRecorder
 
 
 def note(phase: str, step: int | None = None) -> None:
-    """Begin a phase of this rank. step: finished steps; None: as before.
+    """Begin a phase of this rank's work, such as "reading data". step: steps finished so far; None:
+    as before.
 
-    All ranks must call it equally often: a rank with fewer calls counts as late.
-    """
+    All ranks must call it equally often: a rank with fewer calls counts as late."""
     if _current is not None:
         _current.note(phase, step)
 
 
 def alive() -> None:
-    """Report progress within a phase. Ranks may call it differently often."""
+    """Report progress within a phase, such as a micro-batch. Ranks may call it differently
+    often."""
     if _current is not None:
         _current.ticks += 1
 
 
 @contextlib.contextmanager
 def watch(args: Any) -> Iterator[None]:
-    """Watch this rank inside the context; contexts may be nested. args: TrainingArguments.
+    """Watch this rank for hangs inside the context. Entering it again inside, or in a run of one
+    rank, has no effect. args: TrainingArguments.
 
-    If a connection is lost and the lost rank left a message, RankFailed replaces the error.
-    Collective on entry.
-    """
+    An error that leaves the context is stored for the other ranks. If it is a lost connection and
+    the reason is known, RankFailed, which names the lost rank, replaces it. Collective on entry."""
     from . import parallel  # brings torch
 
     global _current
@@ -228,7 +228,7 @@ class Watchdog:
         store.set(f"name/{rank}", self._name)
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase of this rank. step: finished steps; None: as before."""
+        """Begin a phase of this rank. step: steps finished so far; None: as before."""
         self.phase = phase
         self.step = self.step if step is None else step
         self.count += 1
@@ -244,7 +244,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the threads that watch this rank and the store."""
+        """Stop the threads that watch this rank and the store, waiting at most 1 s for each."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(timeout=1.0)  # a thread may be waiting for a lost store
@@ -263,9 +263,8 @@ class Watchdog:
             self.mind_store()
 
     def mind_store(self) -> None:
-        """If neither the store nor this rank makes progress, print who holds the store, and exit at
-        ddp_timeout.
-        """
+        """Called regularly. If neither the store's answers nor this rank make progress, print who
+        holds the store, and exit once ddp_timeout is over."""
         now = (self._looks, self.count, self.ticks)
         if now != self._minded:
             self._minded = now
@@ -291,15 +290,17 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without progress before this rank asks the others."""
+        """Seconds without progress before this rank asks the others: hang_timeout or half of
+        ddp_timeout, whichever is less. Before the end of the first step and in long phases, half of
+        ddp_timeout."""
         half = self.ddp_timeout / 2
         is_short = self._is_settled and self.phase not in _LONG
         return min(self.hang_timeout, half) if is_short else half
 
     def look(self) -> None:
-        """Answer a question, ask one if this rank makes no progress, and exit if all ranks must. An
-        error from the store means that it ended with its holder; look() is not called again.
-        """
+        """Called regularly. Answer another rank's question, ask one if this rank makes no progress,
+        and exit if all ranks must. After an error from the store, whose holder has ended, look() is
+        not called again."""
         try:
             self._look()
         except RuntimeError:
@@ -325,9 +326,8 @@ class Watchdog:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _answer(self) -> None:
-        """If a rank asks, store this rank's answer, and once per question its record of
-        collectives.
-        """
+        """If a rank has put a question into the store, store this rank's phase and stack, and once
+        per question its record of collectives."""
         question = self._read("question")
         if question:
             stack, is_waiting = stack_of(self._thread_id)
@@ -347,7 +347,8 @@ class Watchdog:
             self.store.set(f"record/{question}/{self.rank}", json.dumps(self._calls()))
 
     def _calls(self) -> dict[str, Any]:
-        """The summary of this rank's collectives; {} with a warning if it cannot be made."""
+        """The summary of this rank's collectives (part_recorder.calls_of); {} with a warning if it
+        cannot be made."""
         try:
             return self._dump(self.rank)
         except Exception as error:  # a full disk, or a new format of torch's record
@@ -357,9 +358,8 @@ class Watchdog:
     # -- the search for late ranks: one rank asks and prints
 
     def _investigate(self) -> None:
-        """Ask all ranks, then report their answers, then at ddp_timeout make all ranks exit. Only
-        the first rank to ask does so.
-        """
+        """Ask all ranks, in later calls report their answers, and at ddp_timeout make all ranks
+        exit if the answers show a hang. Only the first rank to ask does so."""
         if self._question is None:
             question = f"{self.rank} at {self._seen}"
             if self.store.compare_set("question", "", question).decode() == question:
@@ -375,7 +375,8 @@ class Watchdog:
             self._obey(json.loads(self._read("verdict")))
 
     def _report(self) -> None:
-        """Print the ranks' answers: who is late, and where the others wait."""
+        """Print the ranks' answers: which ranks are late, and in which phase the others wait. Store
+        a summary for ranks that lose a connection."""
         ranks = range(self.size)
         names = [self._read(f"name/{rank}") or f"rank {rank}" for rank in ranks]
         texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
@@ -400,7 +401,8 @@ class Watchdog:
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
-        """Withdraw this rank's question: there is progress."""
+        """This rank makes progress again: withdraw its question, if it asked one, and count its
+        waiting from 0."""
         # keys are emptied, not deleted: a rank between check() and get() would wait forever
         if self._question is not None:
             self.store.set("report", "")
@@ -417,9 +419,8 @@ class Watchdog:
         self.store.compare_set("verdict", "", verdict)
 
     def _obey(self, verdict: dict[str, Any]) -> None:
-        """Exit, because a waiting rank cannot receive an exception. After another rank's error,
-        first give this rank time to notice and end by itself.
-        """
+        """Exit with the stored reason and code, because a waiting rank cannot receive an exception.
+        If another rank failed with an error, this rank first has time to end by itself."""
         self._since_verdict += self.poll_s
         if verdict["code"] != HANG_EXIT_CODE and self._since_verdict < _LEAVE_S:
             return
@@ -429,9 +430,9 @@ class Watchdog:
         self._leave(verdict["code"])
 
     def tell(self, error: Exception) -> RankFailed | None:
-        """Store this rank's last error for the other ranks. If the error is a lost connection,
-        return the error to raise instead: None if the lost rank left no message.
-        """
+        """Handle an error that ends this rank's run. Its own error is stored for the other ranks ->
+        None. For a lost connection -> RankFailed to raise instead, if the store has a reason or is
+        lost itself; otherwise None."""
         failed: list[RankFailed] = []
 
         def ask() -> None:
@@ -457,7 +458,8 @@ class Watchdog:
         return failed[0] if failed else None
 
     def _tell(self, error: Exception) -> Iterator[RankFailed]:
-        """Do the work of tell(), which limits its time: yield the error to raise, if any."""
+        """The work of tell(), which limits its time: store the error, or yield the RankFailed to
+        raise."""
         if not lost_a_rank(error):
             line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._judge(f"{self._name} failed: {line}", code=1)
@@ -475,12 +477,11 @@ class Watchdog:
 
 
 def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
-    """The late ranks, [] if none is.
+    """Indices of the late ranks by their answers; [] if no rank is behind the others.
 
-    These are the ranks with the fewest phases, which is -1 without an answer; among them, those
-    that do not wait for others; and among these, if their micro-batches differ, those with fewer
-    than others of their pipeline stage.
-    """
+    Late are the ranks that have begun the fewest phases (-1 without an answer); among them, those
+    that do not wait for others, if any; among these, those with fewer micro-batches than others of
+    their pipeline stage, if any."""
     progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
     late = [rank for rank, own in enumerate(progress) if own == min(progress)]
     most: dict[int, int] = {}
@@ -493,9 +494,8 @@ def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
 
 
 def describe(late: list[int], answers: list[dict[str, Any]], names: list[str]) -> str:
-    """Lines about the late ranks, with phase, host and stack (of any ranks if none is late), and
-    about the phases of the others.
-    """
+    """Text about the late ranks, with phase, host and stack of a few (of any ranks if none is
+    late), and about the phases of the others."""
     lines = [f"{len(late)} of {len(names)} ranks behind:"]
     for rank in (late or range(len(names)))[:_SHOWN]:
         lines.append(f"{names[rank]}: {answers[rank]['text']}")
@@ -513,9 +513,8 @@ def stack_of(thread_id: int) -> tuple[str, bool]:
 
 
 def may_wait(frame: FrameType) -> bool:
-    """True if the frame belongs to torch, megatron-core or this package: such code may wait for
-    other ranks.
-    """
+    """True if a stack's innermost frame is in torch, megatron-core or this package: such code may
+    be waiting for other ranks."""
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("torch.", "megatron.", f"{__package__}."))
 

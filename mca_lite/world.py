@@ -28,9 +28,8 @@ _START = "start with torchrun, or with srun so that SLURM's variables describe t
 
 
 class World(NamedTuple):
-    """The place of this process among those of the run. is_given: True if a launcher
-    described it.
-    """
+    """This process among the processes of the run, one per rank. is_given: True if a launcher
+    described it."""
 
     rank: int
     size: int
@@ -40,7 +39,7 @@ class World(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0, the rank that prints and writes files."""
+        """True for rank 0, which prints, and writes the files that are not sharded over ranks."""
         return self.rank == 0
 
     @property
@@ -80,11 +79,12 @@ def planned_world(size: int) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Complete the environment to torchrun's variables, from SLURM's if torchrun's are missing.
+    """Check the environment variables that torchrun sets; if they are missing in a task of SLURM's
+    srun, set them from SLURM's.
 
-    Without a launcher, this process is a world of one. ValueError if the variables are incomplete.
-    May be called again; does nothing if the host program has already made a process group.
-    """
+    Without a launcher, this process is a world of one rank. ValueError if the variables are
+    incomplete. May be called again; does nothing if the host program has already made a process
+    group."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         return
@@ -94,9 +94,8 @@ def settle() -> None:
 
 
 def end_second_run() -> None:
-    """Exit if this is a helper process of multiprocessing that is importing the user's script,
-    because the script would start its run again. It lacks a main guard.
-    """
+    """Exit with an error if this is a helper process of multiprocessing that is importing the
+    user's script. Without a main guard, the script would start its run again there."""
     # multiprocessing itself refuses further processes by this attribute
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(
@@ -106,9 +105,8 @@ def end_second_run() -> None:
 
 
 def _check() -> None:
-    """Raise ValueError if the variables describe a world incompletely, or their numbers do
-    not fit.
-    """
+    """Raise ValueError if the environment variables describe a world incompletely, or have wrong
+    numbers."""
     given = {name: text for name, text in os.environ.items() if text}  # scripts may export ""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not given.get(name, "0").isdecimal():
@@ -155,7 +153,8 @@ def raise_open_files() -> None:
 
 
 def why_not_met(error: Exception) -> str:
-    """Explain why the ranks did not meet, as seen by this rank, and what to do. error: torch's."""
+    """The error message for ranks that could not connect to each other, as seen by this rank, with
+    a remedy. error: torch's."""
     here = current()
     reason = str(error).splitlines()[0]
     return (
@@ -167,9 +166,8 @@ def why_not_met(error: Exception) -> str:
 
 
 def stay_on_loopback() -> None:
-    """Let gloo use the loopback interface if all ranks are on this machine. By default it uses the
-    interface of the host name.
-    """
+    """If all ranks are on this machine, set GLOO_SOCKET_IFNAME to the loopback interface, unless it
+    is set. By default gloo uses the interface of the host name."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if current().is_one_machine and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -182,12 +180,12 @@ _sign: list[socket.socket] = []
 
 
 def watch_meeting() -> None:
-    """Start a thread that exits this rank if another rank on this machine ends before all have met.
+    """Start a thread that ends this process if another rank on this machine ends before all have
+    met.
 
-    Until they meet, nothing connects the ranks, and only torchrun would end those that remain.
-    Works on Linux, and does nothing under torchrun. Each rank binds a named socket, which the
-    kernel removes when the process ends.
-    """
+    Until they meet, nothing connects the ranks, and only torchrun would end those that remain. Each
+    rank binds a named socket, which the kernel removes when the process ends. Works on Linux with
+    several ranks; does nothing under torchrun."""
     here = current()
     # a script that makes its process group may set no address
     has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -215,9 +213,8 @@ def _look_at_ranks(name: str, rank: int) -> None:
 
 
 def tell_torchrun(text: str) -> None:
-    """Write why this rank ended into torchrun's error file, for the summary that torchrun prints
-    last.
-    """
+    """Write why this rank ended into torchrun's error file, whose text torchrun prints last. Does
+    nothing without torchrun."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
@@ -230,7 +227,8 @@ def tell_torchrun(text: str) -> None:
 
 
 def _take_from_slurm() -> None:
-    """Set torchrun's variables for a task of srun. ValueError if SLURM's are incomplete."""
+    """Set torchrun's variables if this is one of several tasks of SLURM's srun. ValueError if
+    SLURM's variables are incomplete."""
     slurm = os.environ.get
     task = slurm("SLURM_PROCID")
     size = slurm("SLURM_NTASKS", "1")
@@ -257,11 +255,10 @@ def _take_from_slurm() -> None:
 
 
 def _first_host() -> str:
-    """The host of task 0, or "" if unknown.
+    """The host of SLURM's task 0, or "" if unknown.
 
     It is read from a variable that only srun sets. SLURM_NTASKS exists in a batch script too, where
-    a single process would wait for tasks that nobody starts.
-    """
+    a single process would wait for tasks that nobody starts."""
     # the first entry looks like node7 or node[03-05,9]
     hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     match = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[\d,-]*\])?(?:,.*)?", hosts)
