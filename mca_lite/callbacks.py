@@ -96,8 +96,7 @@ class TrainerControl:
 
     should_training_stop ends the run after this step. should_epoch_stop goes on with the next
     epoch; the skipped steps count as steps of the run, so the run does not get longer. should_log,
-    should_evaluate and should_save hold for this step, and are reset after it.
-    """
+    should_evaluate and should_save hold for this step, and are cleared before the next one."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False

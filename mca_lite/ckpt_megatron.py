@@ -228,11 +228,11 @@ def _overlap(
 
 
 class MegatronSnapshot:
-    """Weights, and optionally optimizer state, ready to be written.
+    """The part of the weights, and optionally of the optimizer state, that this rank writes to a
+    checkpoint.
 
     copy: copies a tensor to host memory, so that later steps do not change it (HostBuffers.copy);
-    write() may then run in another thread. The constructor is collective over all ranks.
-    """
+    write() may then run in another thread. The constructor is collective over all ranks."""
 
     def __init__(
         self, models: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None

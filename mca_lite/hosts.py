@@ -27,7 +27,8 @@ from .weights_files import NamedTensors
 
 
 class Weight(NamedTuple):
-    """A tensor of the model, or the tensors of a module: what modules_to_save can choose."""
+    """A unit that modules_to_save can choose: one weight of a megatron model, or all parameters of
+    one module of a transformers model."""
 
     key: Any  # how the host names it
     modules: tuple[str, ...]  # Hugging Face modules, only trainable together
@@ -111,7 +112,8 @@ class MegatronHost:
 
 
 class _Fields(SimpleNamespace):
-    """McaModelConfig fields from a transformers model, for the rows of its family."""
+    """The fields of a transformers config under McaModelConfig's names, as the rows of the family
+    table read them."""
 
     mtp_num_layers = None
     moe_layer_freq = None

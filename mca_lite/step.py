@@ -212,10 +212,11 @@ def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -
 
 def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
     """Token losses [b, s] -> (loss to differentiate, number of trained tokens int32, {"loss": [sum,
-    tokens]}).
+    tokens]}, and with multi-token prediction "mtp_loss").
 
     The loss is their sum plus the weighted multi-token prediction losses, scaled for the backend's
-    mean over micro-batches and context-parallel ranks. The logged pair is this rank's, unscaled."""
+    mean over micro-batches and context-parallel ranks. The logged pairs are this rank's, unscaled.
+    """
     metrics = {}
     more = 0.0
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets

@@ -199,7 +199,8 @@ def watch_meeting() -> None:
 
 
 def _look_at_ranks(name: str, rank: int) -> None:
-    """Every second until the ranks meet: exit if the socket of a rank seen before is gone."""
+    """Until the ranks meet, look every second at the sockets that watch_meeting() binds, and exit
+    this process if one has gone whose rank was seen before."""
     seen: set[str] = set()
     while not met.wait(1.0):
         there = set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
