@@ -106,7 +106,7 @@ def _migrate(path: Path) -> int:
 def read(path: Path) -> tuple[str, dict[str, Any], str]:
     """Read another trainer's file -> (name of the trainer, {key: raw value}, beginning of the
     command that launches it). Keys of nested groups are joined by dots. UserError for a shell
-    script without such a command."""
+    script without such a command, and for a file without keys."""
     if path.suffix == ".toml":
         import tomllib
 
@@ -115,6 +115,8 @@ def read(path: Path) -> tuple[str, dict[str, Any], str]:
         values = _flat(read_config_file(path))
     else:
         return _script(path)
+    if not values:
+        raise UserError(f"{path}: no keys: expected another trainer's configuration")
     return _form(values), values, "torchrun --nproc_per_node <GPUs>"
 
 

@@ -249,10 +249,17 @@ def test_training_from_another_form_names_the_command_alone(folder, name):
         parse_args([str(folder / "swift.sh")])
 
 
-def test_a_script_without_a_command_is_refused(folder, capsys):
-    (folder / "other.sh").write_text("echo hello\n")
-    assert main(["migrate", str(folder / "other.sh")]) == cli.USER_ERROR
-    assert "no command of ms-swift, TRL or mcore_adapter" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "name, text, words",
+    (
+        ("other.sh", "echo hello", "no command of ms-swift, TRL or mcore_adapter"),
+        ("empty.yaml", "", "no keys: expected another trainer's configuration"),
+    ),
+)
+def test_a_file_without_a_command_or_keys_is_refused(folder, capsys, name, text, words):
+    (folder / name).write_text(f"{text}\n")
+    assert main(["migrate", str(folder / name)]) == cli.USER_ERROR
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ROWS)
