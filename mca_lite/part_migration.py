@@ -3,7 +3,17 @@
 Keys with an effect are fields in args.py.
 """
 
-from .tables import ALIASES, BUILT_IN_FOR, FOREIGN_KEYS, NOT_OF_TRAINING, ForeignKey, refuse_taken
+import json
+
+from .tables import (
+    ALIASES,
+    BUILT_IN_FOR,
+    FOREIGN_KEYS,
+    MEANINGS,
+    NOT_OF_TRAINING,
+    ForeignKey,
+    refuse_taken,
+)
 
 # another trainer's key=this package's key
 _SAME = """
@@ -309,6 +319,16 @@ for _reason, _remedy, *_lines in map(str.splitlines, _REFUSED.split("\n\n")):
         _key, _, _default = _word.partition("=")
         _off = ("", "none", "null", *(_default or _OFF).split())
         _add(_key, ForeignKey(f"not in this version: {_reason}", _remedy, _off))
+# axolotl's and transformers' spellings of activation_offloading, in YAML and as words
+MEANINGS["recompute_granularity=offload"] = {
+    "recompute_granularity": "full",
+    "activation_offloading": True,
+}
+for _more in ({}, {"use_reentrant": True}, {"use_reentrant": False}):
+    for _given in ({"offload": True, **_more}, {**_more, "offload": True}):
+        for _text in (str(_given).lower(), json.dumps(_given)):
+            for _key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+                MEANINGS[f"{_key}={_text}"] = {"activation_offloading": True}
 NOT_OF_TRAINING.update(
     "export_dir base_model tuner_type train_type rlhf_type step_scheduler".split()
 )

@@ -358,7 +358,7 @@ bfloat16: bf16
 float16: fp16
 tf32,float32: - | bf16 decides it: float32 products keep their precision
 fp8=true: fp8=hybrid
-gradient_checkpointing=offload: recompute_granularity=full | without copies in host memory
+gradient_checkpointing=offload: recompute_granularity=full activation_offloading=true
 use_reentrant: - | recompute_granularity decides it
 attn_implementation,flash_attention,sdp_attention,xformers_attention,flex_attention,\
 eager_attention,flash_attn_*,flash_optimum,s2_attention,fused_attn_kernel,flex_attn_*,\

@@ -259,3 +259,19 @@ def test_a_file_that_merges_is_answered_by_the_command_that_does_alone():
 @pytest.mark.parametrize("value, taken", [("true", "hybrid"), ("false", None), ("e4m3", "e4m3")])
 def test_fp8_is_taken_as_llama_factory_writes_it(value, taken):
     assert TrainingArguments(output_dir="x", bf16=True, fp8=value).fp8 == taken
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("gradient_checkpointing", "offload"),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": False, "offload": True}),
+        ("gradient_checkpointing_kwargs", '{"offload": true}'),
+        ("activation_checkpointing_kwargs", {"offload": True}),
+    ],
+)
+def test_offload_of_activations_is_taken_in_each_spelling(key, value):
+    problems: list = []
+    keys, notes = known_keys({"gradient_checkpointing": True, key: value}, problems)
+    offloads = {"recompute_granularity", "activation_offloading"}
+    assert (set(keys), keys["activation_offloading"], notes, problems) == (offloads, True, [], [])
