@@ -404,7 +404,7 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(16)  # more than micro-batches under way in most pipelines
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
     """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
     Tensors for attention are on `device`. Raises ValueError if a document cannot be cut into 2 *

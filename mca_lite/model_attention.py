@@ -95,12 +95,13 @@ def rope_frequencies(
     return (1.0 / base**exponent).to(device()), 1.0
 
 
-@functools.lru_cache(8)
+@functools.lru_cache(2)
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) [t, 1, 1, rotary_dim] for the positions in a RowLayout: computed in float32,
-    returned in `dtype`. The last 8 results are cached, so that layers share them."""
+    returned in `dtype`. The last 2 results are cached, so that layers share them, and long rows of
+    steps before take no memory: one is for each of two kinds of layers."""
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     return rope.tables(angles, dtype)
