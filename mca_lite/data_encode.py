@@ -713,7 +713,7 @@ def write_shard(
     media_end: list[int] = []
     store = reader.media.store(folder)
     tally = Tally()
-    arrays = _Arrays(folder)
+    arrays = Arrays(folder)
     with open(folder / "ids.bin", "wb") as tokens, arrays:
         for samples, of_chunk in parts:
             tally.add(of_chunk)
@@ -753,11 +753,11 @@ def write_shard(
         sync(path)
 
 
-class _Arrays(contextlib.ExitStack):
-    """Writes columns that have an array per document, one file per column. forms: {name: (dtype,
-    shape of a token's value)}, from the first document."""
+class Arrays(contextlib.ExitStack):
+    """Writes columns that have an array per document, one file per column; without a folder, only
+    compares them. forms: {name: (dtype, shape of a token's value)}, from the first document."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path | None = None):
         super().__init__()
         self.folder = folder
         self.forms: dict[str, tuple] | None = None
@@ -770,16 +770,16 @@ class _Arrays(contextlib.ExitStack):
         forms = {name: (x.dtype.str, x.shape[1:]) for name, x in arrays.items()}
         if self.forms is None:
             self.forms = forms
-            for name in forms:
-                file = open(self.folder / f"{name}.bin", "wb")
+            for name in forms if self.folder else ():
+                file = open(f"{self.folder}/{name}.bin", "wb")
                 self._files[name] = self.enter_context(file)
         expect(
             forms == self.forms,
             f"records have {sorted(forms) or 'no numbers of tokens'}, and the first one has "
             f"{sorted(self.forms) or 'none'}: expected the same in all records of a dataset",
         )
-        for name, array in arrays.items():
-            self._files[name].write(array.tobytes())
+        for name, file in self._files.items():
+            file.write(arrays[name].tobytes())
 
 
 def row_spans(num_tokens: int, row_length: int) -> np.ndarray:

@@ -116,7 +116,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         """Return the micro-batches of a step. If they have the column "routes", make the MoE
         routers replay these experts in this step.
         """
-        if "routes" in micro_batches[0]:
+        if any("routes" in batch for batch in micro_batches):
             self.routes = self.routes or function_of("part_routes:Routes")(self.backend)
             self.routes.__enter__()  # forgets those of the step before
         return super()._prepare_micro_batches(micro_batches, seq_length)

@@ -74,7 +74,9 @@ class Routes:
         memory address of its padding mask.
         """
         mask = inputs["padding_mask"]
-        rows = batch["route_row" if self._is_recording else "routes"]
+        rows = batch.get("route_row" if self._is_recording else "routes")
+        if rows is None:  # samples of another dataset
+            return
         # filler rows repeat a sample: hide them
         rows = rows.masked_fill(mask.view(*mask.shape, *[1] * (rows.dim() - 2)), -1)
         if self._config.sequence_parallel:

@@ -26,6 +26,7 @@ from .data import describe_files, show_samples
 from .data_batches import BatchPlan, Turns
 from .data_encode import (
     BEGINNING,
+    Arrays,
     Encoder,
     Place,
     Reader,
@@ -90,6 +91,7 @@ class TokenStream:
         self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
         self.has_media = False  # True if the first records have inputs other than text
         self._tally = Tally()
+        self._arrays = Arrays()
         self._speaks = False
 
     @functools.cached_property
@@ -249,6 +251,8 @@ class TokenStream:
             if total.counts[text] == tally.counts[text]:
                 print(f"stream: {text}, the first at {place}", flush=True)
         total.check(_FEW_RECORDS)
+        for _, values in itertools.chain(*samples):
+            self._arrays.add(values)
         return samples
 
 

@@ -83,6 +83,12 @@ ENCODED = {
 }
 
 
+def test_streamed_records_have_the_columns_of_the_first(tokenizer, tmp_path):
+    path = write_rollouts(tmp_path / "rollouts.jsonl", [GOOD, GOOD | {"routes": ROUTES}])
+    rows = load(path, tokenizer, tmp_path, streaming=True, disable_shuffling=True).train.rows()
+    assert "expected the same in all records of a dataset" in refusal(next, rows)
+
+
 @pytest.mark.parametrize("name, routes", [("routes", ENCODED), ("routed_experts", ROUTES)])
 @pytest.mark.parametrize("keys", [dict(streaming=False), dict(streaming=True)])
 def test_routes_are_those_of_the_tokens_and_cut_with_them(name, routes, keys, tokenizer, tmp_path):

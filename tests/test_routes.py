@@ -245,6 +245,27 @@ def test_stage_policy_replays_routes_and_own_ones_change_no_bit(folder, tmp_path
         assert not {k: pair for k, pair in wrong.items() if pair[0] != pytest.approx(pair[1], 1e-5)}
 
 
+ALONE = dict(per_device_train_batch_size=1)
+
+
+def runs_of_some(folder: str, out: str, samples: list) -> list:
+    """Numbers of a step: the first sample without routes, and with the model's own."""
+    given = with_routes(samples, random_routes(samples))
+    session = session_tools.new_session(folder, global_batch_size=4)
+    [own] = session.routes([{k: samples[0][k] for k in ("input_ids", "labels")}])
+    run = functools.partial(policy_tools.policy_run, f"{folder}/model", config=dict(name="ppo"))
+    firsts = samples[0], dict(samples[0], routes=own), given[0]
+    return [
+        run(f"{out}/{n}", samples=[x, *given[1:]], steps=1, **ALONE) for n, x in enumerate(firsts)
+    ]
+
+
+def test_samples_of_a_data_set_without_routes_stand_before_those_with(folder, tmp_path):
+    samples, _ = torch.load(f"{folder}/stage.pt", weights_only=False)
+    [[without, own, other]] = world.run(runs_of_some, 1, folder, str(tmp_path), samples)
+    assert without == own != other
+
+
 def same_bits(folder: str) -> list:
     """Log-probabilities and gradient norms without routes and with the model's own."""
     keys = dict(moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="aux_loss")
