@@ -343,6 +343,33 @@ def test_the_first_loss_of_a_run_is_that_of_transformers(whole, tmp_path, layout
     assert count == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
+def test_pairs_have_the_log_probabilities_of_transformers(whole, tmp_path):
+    folder, tokenizer = whole
+    film = [f"film/{n}.png" for n in range(4)]
+    records = [(film, "yes", "no"), ([], "no", "maybe"), (film[2:], "maybe", "y")]
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    data = write_records(
+        tmp_path / "a.jsonl",
+        *(
+            {
+                "messages": [dict(role="user", content="<video>" * bool(names) + "what?")],
+                **{side: dict(role="assistant", content=answer) for side, answer in pair.items()},
+                "videos": [names] * bool(names),
+            }
+            for names, *both in records
+            for pair in [dict(zip(("chosen", "rejected"), both, strict=True))]
+        ),
+    )
+    words = words_of(folder, data, tmp_path / "out", "stage=dpo", "pipeline_model_parallel_size=2")
+    words += ["logging_steps=1", "global_batch_size=3", "save_strategy=no"]
+    run_script(" ".join(words), tmp_path, nproc=2)
+    [line] = read_log(tmp_path / "out")
+    for number, side in enumerate(("chosen", "rejected"), 1):
+        sums = [-answer_loss(folder, tokenizer, model, r[0], r[number]).sum() for r in records]
+        wanted = torch.stack(sums).mean().item()
+        assert line[f"logps/{side}"] == pytest.approx(wanted, rel=1e-5)
+
+
 # -- answers
 
 
