@@ -1,7 +1,7 @@
 """The core's configuration keys in five dataclasses, and parse_args, which fills these and the
 groups of parts.
 
-Every key is flat, with its name in Hugging Face, LLaMA-Factory or megatron-core. A group's
+Keys are flat, most with their name in Hugging Face, LLaMA-Factory or megatron-core. A group's
 constructor casts, normalises and checks values, from Python as from a file, and raises all problems
 at once. torch, megatron-core and transformers are imported only when needed, so that a typing error
 shows in a fraction of a second.
@@ -694,10 +694,10 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     """The arguments of a run, from its command line (argv None: sys.argv).
 
     Words are `key=value`, `--key=value` or `--key value`, in any order, and the path of at most one
-    config file, which ends in .yaml, .yml or .json. A lone `--key` means true, but a plain word
-    after it, such as that path, is taken as its value. Words override the file, and later words
-    earlier ones; null means the default. The model's config.json, from its folder or the hub, is
-    checked against the parallel layout.
+    config file, which ends in .yaml, .yml or .json. A lone `--key` means true, `--no_key` false,
+    but a plain word after it, such as that path, is taken as its value. Words override the file,
+    and later words earlier ones; null means the default. The model's config.json, from its folder
+    or the hub, is checked against the parallel layout.
 
     needs_world: False, for commands that only read a configuration, skips the check that the
     parallel layout fits a single process without torchrun.

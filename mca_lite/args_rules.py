@@ -1,8 +1,8 @@
 """Rules for the keys of a run: those of data and finetuning, and those between groups of keys.
 
 Each rule takes the arguments `a`, an object whose attributes are keys, and a Judge (errors.py) that
-collects problems. args.parse_args and the Python constructors (DPOConfig, the trainers) apply the
-same rules.
+collects problems. args.parse_args applies them; the Python constructors (DPOConfig, the trainers)
+apply those that concern their keys.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Rules and derived values of TrainingArguments, and the learning rate schedule's steps.
 
-normalise_training fills in derived values; check_training changes nothing. `a` has the keys as
+normalise_training fills in derived values; check_training changes no key. `a` has the keys as
 attributes; the Judge (errors.py) collects problems.
 """
 
@@ -471,7 +471,7 @@ def _normalise_schedule(a: Keys) -> None:
 
 def _check_schedule(a: Keys, judge: Judge) -> None:
     """Check the names, types and limits of lr_scheduler_kwargs. If max_steps is set, check too that
-    warm-up and decay fit into the run."""
+    the warm-up leaves enough steps for the decay."""
     key = "lr_scheduler_kwargs"
     kwargs = a.lr_scheduler_kwargs
     types = _kwargs_of(a.lr_scheduler_type)
@@ -519,7 +519,7 @@ class ScheduleSteps(NamedTuple):
 def plan_schedule(a: Keys, num_training_steps: int) -> ScheduleSteps:
     """Warm-up and decay steps of the learning rate for a run of num_training_steps optimizer steps.
 
-    Raises ConfigError if they do not fit into the run.
+    Raises ConfigError if the warm-up leaves too few steps for the decay.
     """
     judge = Judge(a)
     steps = _schedule_steps(a, num_training_steps, judge)

@@ -1,7 +1,7 @@
 """YAML, casting by type, and ArgumentGroup, the base class for the groups of keys in args.py.
 
-Problems are collected in a Judge, not raised at once, so that one error shows every problem of a
-run.
+Problems of values are collected in a Judge, not raised at once, so that one error shows all of
+them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The columns of a micro-batch: padding, packing, joining and splitting them; masks and borders of
 packed rows.
 
-A batch is a dict of tensors; tables.COLUMNS declares its columns. Letters: b rows, s positions, t
-tokens of a packed row, cp the context-parallel size.
+A batch is a dict of columns, which tables.COLUMNS declares. Letters: b rows, s positions, t tokens
+of a packed row, cp the context-parallel size.
 
 The collator's batch has rows of documents, which attention_mask numbers. An arranged batch has
 padding_mask, and either one document per row or one packed row with document borders, `cu_seqlens`

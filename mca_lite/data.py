@@ -278,9 +278,9 @@ def load_datasets(
 
     data_args: DataArguments. stage: a row of OBJECTIVES, such as "sft"; it decides what a sample
     is. tokenizer: its chat template may be replaced in place, as the keys say, so that an export
-    has it too. seed: for val_size and mixing. media: the model's. stream_args: StreamArguments;
-    None: nothing is streamed. Not collective: one of the processes that share cache_dir tokenises,
-    and the others wait for its files.
+    has it too. seed: for val_size, mixing and the order of a stream. media: the model's.
+    stream_args: StreamArguments; None: nothing is streamed. Not collective: one of the processes
+    that share cache_dir tokenises what is not streamed, and the others wait for its files.
 
     Raises ConfigError for wrong keys; ValueError for unusable input or a dataset without samples.
     """

@@ -124,7 +124,7 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     """A document's column as a tensor: [length] if it is per token, with further dimensions if the
     column has them; otherwise [1]. None becomes the column's default, and a single number is
-    repeated. Raises ValueError for another shape, or values that the dtype cannot hold."""
+    repeated. Raises ValueError for another shape, or values that an integer dtype cannot hold."""
     if value is None:
         value = column.default
     if column.per != "token":
@@ -156,9 +156,9 @@ class Collator:
     attention_mask: number of each token's document in its row, from 1; 0 for padding. A sample of
     one document may bring its own numbers. Labels of padding are IGNORE_INDEX.
     The batch also has registered columns, columns that a loss reads (such as "reference", the
-    log-probability under a reference model), and columns for images. A column is [b, s] if it is
-    per token, [b, most documents per row] if it is per document, and concatenated over rows if it
-    is for images.
+    log-probability under a reference model), and columns for images. A column is [b, s, ...] if it
+    is per token, [b, most documents per row] if it is per document, and concatenated over rows if
+    it is for images.
     Raises ValueError for anything but samples, and for a loss column that only some documents have.
     """
 
@@ -233,8 +233,8 @@ def check_batch(
     batch: Mapping[str, Any], packs: bool, limits: Limits, unread: Collection[str] = ()
 ) -> dict[str, Any]:
     """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
-    if they are absent. Raises ValueError for a batch that would silently train wrong, or fail in
-    the model.
+    if they are absent. Raises ValueError for unknown columns, wrong shapes, padding on the left,
+    labels of padding, labels that look unshifted, and for a batch outside `limits`.
 
     packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
     this package that the stage's loss does not read.

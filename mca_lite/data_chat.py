@@ -6,8 +6,8 @@ find them:
 1. The template's {% generation %} marks.
 2. Without marks, each answer is replaced by a marker and the conversation is rendered again. The
 text before and after the marker stands in the real conversation too, so the answer is between them.
-It ends with the end-of-turn token. It begins after the prompt used at inference, so thinking before
-the marker counts as part of the answer.
+It ends with the end-of-turn token. It begins after the prompt used at inference, if that is found,
+so thinking before the marker counts as part of the answer.
 
 Thinking and tools are written as text if a template has no place for them.
 """
@@ -106,7 +106,8 @@ class Rendered(NamedTuple):
     """A document as text. spans: [start, end) in characters, the text to train. is_plain: True if
     no template wrote the text, so that the tokenizer must add special tokens. media: inputs other
     than text, in order. lacks_thinking: True if the template drops an answer's thinking even while
-    it is the last message; strips_thinking: True if it drops thinking of earlier turns."""
+    it is the last message; strips_thinking: True if it drops thinking of earlier turns and the
+    whole conversation is trained."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -117,9 +118,9 @@ class Rendered(NamedTuple):
 
 
 def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
-    """The result of render(), run in a thread, or its exception. Raises ValueError if place(),
-    which names the record at work, does not change for RENDER_S seconds: a chat template may never
-    end."""
+    """The result of render(), run in a thread, or its exception. place() names the record at work
+    and is called every RENDER_S seconds. Raises ValueError if two calls give the same: a chat
+    template may never end."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -515,8 +516,8 @@ class ChatRenderer:
         return text[: found.end()] if found else ""
 
     def _marked_spans(self, messages: list[Message]) -> list[Any]:
-        """[start, end) of the text inside the template's {% generation %} marks, extended to the
-        end-of-turn token; [] if the template has no such marks."""
+        """[start, end) of the text inside the template's {% generation %} marks, up to the
+        end-of-turn token if one ends or follows it; [] if the template has no such marks."""
         if not _GENERATION_MARK.search(self._template):
             return []
         # apply_chat_template would give a token mask that reaches to the end of the text if the

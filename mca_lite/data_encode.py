@@ -519,8 +519,8 @@ def _shared_prompt(chosen: Document, rejected: Document) -> int:
 
 
 def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
-    """uint8 [n]: 1 for each token that has a character in one of the spans. offsets: [start, end)
-    per token."""
+    """uint8 [n]: 1 for each token that overlaps one of the spans, or is empty and lies inside one.
+    offsets: [start, end) per token."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:
@@ -667,8 +667,8 @@ def hash_of(facts: object) -> str:
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """The sha256 of a file's content. A large file's hash is kept in cache_dir, and computed again
-    only if the file's size or time has changed."""
+    """The sha256 of a file's content. A large file's hash is kept in cache_dir for its path, size
+    and time, unless the file has just been written."""
     stat = path.stat()
     # a file written just now may change again within the same clock tick
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:

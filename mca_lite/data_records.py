@@ -4,8 +4,8 @@ with messages in OpenAI's form.
 A new format is one row of FORMATS with its functions: `fits` recognises a record, `prompt` reads
 the turns before the answer, `answer` reads the answer (nothing, if `prompt` reads it too). `alone`
 and `in_pairs` name the columns in error messages; a row without them is not tried for
-conversations, or for pairs. Rows are tried in order on a file's first record. The answers of a pair
-are in the columns chosen and rejected in every format.
+conversations, or for pairs. Rows are tried in order on a file's first usable record. The answers of
+a pair are in the columns chosen and rejected in every format.
 """
 
 import os
@@ -367,11 +367,11 @@ FORMATS = {
 
 
 def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: str) -> str:
-    """The record format of a file, decided by its first record: "tokens" if the objective reads
-    token ids, otherwise the first name in FORMATS that fits and that the objective can use.
+    """The record format of a file, decided by one record: "tokens" if the objective reads token
+    ids, otherwise the first name in FORMATS that fits and that the objective can use.
 
-    A format declared in `spec` is taken as it is. Raises ValueError that names `where` if the
-    objective cannot use the record.
+    A format declared in `spec` comes first, if the objective can use it. Raises ValueError that
+    names `where` if the objective cannot use the record.
     """
     pairs = objective.has_pairs
     if isinstance(record, str):
@@ -435,8 +435,9 @@ def _text_column(spec: DatasetSpec) -> str:
 
 
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
-    """A record's text: the declared prompt column or "text", with the query column on a line below
-    if dataset_info.json declares one. Raises ValueError for a record with pictures or videos."""
+    """A record's text: the declared text or prompt column, else "text", with the query column on a
+    line below if dataset_info.json declares one. Raises ValueError for a record with pictures or
+    videos."""
     if isinstance(record, str):
         return record
     expect(
@@ -457,7 +458,7 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
 class Conversation:
     """A conversation in OpenAI's form: an optional system message, then user and assistant in turn,
     ending with the assistant (a prompt for generation: with the user or a tool). Tool messages
-    follow an assistant's tool calls.
+    follow the assistant's.
 
     weights: message index -> True if it is trained, False if not, where the record says so.
     options: variables of the chat template. is_plain: True for a prompt and completion without a

@@ -571,7 +571,8 @@ def needs_file(values: dict[str, Any]) -> bool:
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
     """Refuse a config.json whose model_type the backend does not train; the Problem is added to
-    `judge`. Without use_mca any causal language model of transformers passes."""
+    `judge`. Without use_mca causal language models of transformers pass too, unless they belong to
+    an optional part whose files are missing."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return

@@ -366,7 +366,7 @@ class Family:
     refusals: config.json keys, separated by spaces, whose unsupported values raise an error.
     prediction: the key with the number of multi-token prediction layers, if the family has any.
     vision_parts, inputs: the modules of a vision tower and its projector, and their row in INPUTS.
-    unused: patterns of checkpoint tensors that no model reads.
+    unused: patterns of checkpoint tensors that at most multi-token prediction layers read.
     older_names, stacked_experts, renamed: how names and experts in files differ from transformers'
     modules.
     """

@@ -412,8 +412,8 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's text for users. It begins with the error's type, unless that is UserError,
-    ValueError or OSError, and with "disk full" if a disk or quota is."""
+    """An error's text for users. It begins with "disk full" if a disk or quota is. The error's type
+    is named, unless it is a UserError, ValueError or OSError with a text."""
     if "inline_container" in str(error):
         # torch's archive writer hides the operating system's error
         full = OSError("a file could not be written whole: No space left on device, or a limit")
@@ -457,8 +457,8 @@ def first_of(texts: list[str], most: int = 3) -> str:
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """The text with control characters, except those in `kept`, replaced by U+FFFD. Text from files
-    must not control a terminal."""
+    """The text with characters that str.isprintable() refuses, except those in `kept`, replaced by
+    U+FFFD. Text from files must not control a terminal."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
 
 

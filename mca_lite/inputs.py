@@ -78,7 +78,7 @@ class Media:
         return found if isinstance(found, list) else [found]
 
     def values_of(self, record: dict[str, Any], columns: dict[str, Any], where: str) -> list[Any]:
-        """of_columns(). ValueError, naming `where`, for a record with an `unread` column."""
+        """of_columns(). ValueError, naming `where`, if an `unread` column has a value."""
         for column in self.unread:
             expect(
                 not record.get(columns.get(column, column)),

@@ -8,9 +8,9 @@ rows [rank * V/tp, (rank + 1) * V/tp) of the output weight.
 An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, treated in the same
 way.
 
-Logits exist only for `chunk_size` rows at a time, in the dtype of their matmul. If all rows have
-the same weight in the objective (a sum), or the head is frozen, gradients are computed in the
-forward pass from a chunk's logits, and the backward pass multiplies them by the weights. Preference
+Logits exist only for `chunk_size` rows at a time. If all rows have the same weight in the objective
+(a sum), or the head is frozen, gradients of the cross entropy are computed in the forward pass from
+a chunk's logits (not in float16), and the backward pass multiplies them by the weights. Preference
 losses give rows different weights, known only after the forward pass; then the gradient of a
 trained head is a sum with these weights, so the backward pass computes the logits again.
 """
@@ -367,8 +367,8 @@ class TrainedPlaces(NamedTuple):
         return cls(labels, _version(labels), to_device(places, labels.device))
 
     def known_for(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """The indices, if `labels` is the tensor they were computed for and was not changed in
-        place since; otherwise None."""
+        """The indices, if `labels` is known to be the tensor they were computed for, unchanged;
+        otherwise None."""
         version = _version(labels)
         is_same = labels is self.labels and version is not None and version == self.version
         return self.places if is_same else None

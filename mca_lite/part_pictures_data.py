@@ -202,7 +202,7 @@ class _Unusable(Exception):
 
 def upright_size(image: Any) -> tuple[int, int]:
     """(height, width) of an image as displayed, from its header. Raises _Unusable for an image that
-    is too large, has more than 8 bits per channel, or is animated."""
+    is too large, is animated, or that Pillow opens in a mode of more than 8 bits per channel."""
     from PIL import Image
 
     width, height = image.size

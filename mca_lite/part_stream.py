@@ -2,12 +2,12 @@
 
     records -> blocks of buffer_size, each shuffled -> samples -> rows -> micro-batches
 
-The seed and a Position, which checkpoints contain, determine everything. Every rank reads and
-tokenises all records, and keeps the rows of its data-parallel rank. A resumed run seeks to the
-bytes where its block began, reads that block again, and tokenises the current chunk of records
-again. Earlier records are not read, except in compressed, .json and .parquet files. The data
-repeats endlessly, each pass in another order; a step may contain the end of one pass and the
-beginning of the next.
+For given data and keys, the seed and a Position, which checkpoints contain, determine the rows that
+follow. Every rank reads and tokenises all records, and keeps the rows of its data-parallel rank. A
+resumed run seeks to the bytes where its block began, reads that block again, and tokenises the
+current chunk of records again. Resuming takes no earlier records, except in compressed, .json and
+.parquet files. The data repeats endlessly, each pass in another order if it is shuffled; a step may
+contain the end of one pass and the beginning of the next.
 """
 
 import dataclasses
@@ -96,8 +96,8 @@ class TokenStream:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of the files (sizes and first bytes) and of all else that determines rows and
-        their order. A resumed run must have the same."""
+        """A hash of the files (sizes and first bytes), the tokenizer and the keys that determine
+        rows and their order. A resumed run must have the same."""
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = [getattr(self.args, name) for name in names]
         facts += [self.packs, self.seed, CHUNK_RECORDS, self.encoder.options]

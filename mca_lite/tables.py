@@ -499,11 +499,11 @@ class Column:
 
     per: "token": sharded by context parallelism like the tokens; "document" or "sample": one value
     each; "input": rows for inputs other than text (such as pixels), concatenated in document order,
-    whole on every rank, absent if the micro-batch has none.
+    not sharded, absent if the micro-batch has none.
     dtype: torch's name.
     padding: the value at padding positions.
     more_dims: number of a token's dimensions; 0: one number per token.
-    default: the value for a document without the column; None: it is required.
+    default: the value for a document without the column; None: a registered one is required.
     of_dataset: (DatasetSpec, DataArguments) -> the value for a dataset's documents, or None for the
     default.
     to_model: True if the forward pass gets the column, as a keyword.
@@ -602,6 +602,6 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
 
 
 def registered_columns() -> dict[str, Column]:
-    """{name: Column} for the columns that data files may give: those that user scripts
+    """{name: Column} for the columns that data files may give, such as those that user scripts
     registered."""
     return {name: column for name, column in COLUMNS.items() if column.is_registered}

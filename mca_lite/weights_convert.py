@@ -1,9 +1,9 @@
 """Load Hugging Face weights into megatron's parameters and export them, in any parallel layout.
 
 Both directions follow the rows of the model's family (families.py). fill() reads, for each
-parameter, the slices of Hugging Face tensors that its row names, and no other bytes, on one of its
-replicas. export_hf() walks the rows in layer order: the ranks with a tensor's shards join them, and
-one rank writes it.
+parameter, slices of the Hugging Face tensors that its row names, on one of its replicas.
+export_hf() walks the rows in layer order: the ranks with a tensor's shards join them, and one rank
+writes it.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 experts. Also other tensor sources: weights drawn from a seed, and matrices grown for new tokens.
 
 transformers 5 keeps a layer's experts in one three-dimensional tensor, but save_pretrained writes
-one tensor per projection and expert, under names that differ between families.
+one tensor per projection and expert for most families, under names that differ between them.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def write_safetensors(
     """Write named tensors as safetensors, with an index if there are several files, from this
     process -> the file names.
 
-    A file has at most max_shard_size, unless one tensor is larger. It is written once the next
+    A file's tensors have at most max_shard_size, unless one is larger. It is written once the next
     tensor would not fit, so host memory holds one file's tensors. On success the files of an
     earlier export are removed; after an error they remain.
     """
@@ -300,8 +300,9 @@ class SafetensorsSource:
     """A TensorSource for the safetensors of a folder or hub model. Tensors have the names of
     transformers' modules, and single experts the names used by most files.
 
-    is_older: True if the files use older names. stored: the names in the files. format: how the
-    files stack experts (part_stacked.format_of), "" if they do not.
+    is_older: True if the files use older names. stored: the names before stacked experts are split
+    and older names replaced. format: how the files stack experts (part_stacked.format_of), "" if
+    they do not.
     """
 
     def __init__(self, model_name_or_path: str):
