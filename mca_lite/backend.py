@@ -169,8 +169,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> tuple[bool, float, int | None]:
-        """Clip gradients and update weights -> (True if updated, gradient norm before clipping,
-        count of zeros in the gradient or None), the same on every rank.
+        """Clip gradients and update weights -> (False if the update is skipped, gradient norm
+        before clipping, count of zeros in the gradient or None), the same on every rank.
 
         There is no update if the norm is not finite (with check_for_nan_in_loss_and_grad), if it is
         above grad_norm_skip_threshold, or if fp16's loss scale overflowed (the norm is then 0).
@@ -205,9 +205,9 @@ class Backend(abc.ABC):
     def weights(
         self, change: Callable[..., Any] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the model's files, copy on this rank's device in the compute dtype) of
-        each unsharded weight, on global rank 0. change(name, tensor) may replace each tensor.
-        Collective: all ranks iterate to the end."""
+        """Yield (name in the model's files, copy on this rank's device) of each unsharded weight,
+        on global rank 0. change(name, tensor) may replace each tensor. Collective: all ranks
+        iterate to the end."""
 
     @abc.abstractmethod
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -300,8 +300,8 @@ class Backend(abc.ABC):
         return self.args.grad_norm_skip_threshold or sys.float_info.max
 
     def rejects(self, grad_norm: float) -> bool:
-        """True if an update with this gradient norm must be skipped: it is NaN or above
-        largest_norm."""
+        """True if an update with this gradient norm must be skipped: there is a largest_norm, and
+        the norm is NaN or above it."""
         return self.largest_norm is not None and not grad_norm <= self.largest_norm
 
     def train_mode(self, training: bool) -> None:
@@ -382,8 +382,8 @@ class Backend(abc.ABC):
                 rows += carried
 
     def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
-        """Load a checkpoint's weights, and its optimizer state if wanted. ValueError if another
-        kind of finetuning wrote it. Collective."""
+        """Load a checkpoint's weights, and its optimizer state if wanted. ValueError if its
+        adapters do not fit this run's, or only one of the two has some. Collective."""
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 

@@ -206,8 +206,9 @@ class TokenLossModel(torch.nn.Module):
         places: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Token losses, float32 [b, s], for input_ids and labels [b, s]; without labels logits [b,
-        s, V]; with a value head scores, float32 [b, s].
+        """Token losses, float32 [b, s] ([b, s, k] if loss_of_logits gives k per token), for
+        input_ids and labels [b, s]; without labels logits [b, s, V]; with a value head scores,
+        float32 [b, s].
 
         attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions whose logits
         are wanted (None: all). more: further columns for the model."""

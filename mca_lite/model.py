@@ -295,9 +295,10 @@ class McaGPTModel(MegatronModule):
     def losses(
         self, labels: torch.Tensor, hidden: torch.Tensor, trained: TrainedPlaces | None
     ) -> torch.Tensor:
-        """Loss per token, float32 [b, s], for labels [b, s] and decoder output [s, b, h], or [s /
-        tp, b, h] under sequence parallelism. The loss is cross entropy, or loss_of_logits if set.
-        Collective over the tensor-parallel group."""
+        """Loss per token, float32 [b, s] ([b, s, k] if loss_of_logits gives k per token), for
+        labels [b, s] and decoder output [s, b, h], or [s / tp, b, h] under sequence parallelism.
+        The loss is cross entropy, or loss_of_logits if set. Collective over the tensor-parallel
+        group."""
         config = self.config
         hidden, weight, extra = self._head(hidden)
         losses = token_losses(
@@ -350,10 +351,10 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """Yield (*global_name, parameter) for each parameter, and for the buffers that Hugging Face
-        files contain: router biases and layer scalars. Each of this rank's stacked experts is
-        yielded by itself, as views with names such as
-        "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
+        """Yield (name, layer, tensor), named as by global_name, for each parameter except adapters
+        of experts, and for the buffers that Hugging Face files contain: router biases and layer
+        scalars. Each of this rank's stacked experts is yielded by itself, as views with names such
+        as "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
         for name, parameter in (*self.named_parameters(), *buffers):
@@ -491,10 +492,9 @@ class AutoModel:
         config, source: pass them if the folder was read before: its config with the final
         vocab_size, and a tensor source (weights_files.py) with as many rows.
 
-        Of a Hugging Face model, one data-parallel replica reads the files, only the bytes of its
-        shards, and broadcasts them. Collective: every rank must call it.
-        ValueError: the model or layout cannot be built, or the weights do not fill the model
-        exactly.
+        Of a Hugging Face model, one data-parallel replica reads the files, each rank its shards,
+        and broadcasts them. Collective: every rank must call it.
+        ValueError: the model or layout cannot be built, or the weights do not fit the model.
         """
         folder = Path(model_name_or_path)
         is_checkpoint = (folder / DIST_NAME).is_dir()  # a run's, saved in any layout

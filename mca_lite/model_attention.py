@@ -1,7 +1,6 @@
 """Rotary positions and attention: multi-head, multi-head latent, or Transformer Engine's.
 
-Local layers need torch alone. model_norms.py, model_moe.py and model_config.py contain the other
-uses of Transformer Engine.
+Local layers do not need Transformer Engine.
 """
 
 import contextlib
@@ -220,7 +219,8 @@ class SelfAttention(Attention):
 
     If there are fewer query groups than tensor-parallel ranks, several ranks share a group: the
     projections are all-gathered, and each rank keeps the key and value of its group and a part of
-    its queries. Collectives: those of the linears, this gather, and those of RMSNormOverHeads.
+    its queries. Collectives: this gather, and those of the linears, RMSNormOverHeads and
+    CoreAttention.
     """
 
     def __init__(
@@ -478,7 +478,7 @@ def _cudnn() -> Any:
 
 
 class CoreAttention(Sharded, RowModule):
-    """softmax(q k^T * scale) v, causal, with torch's attention kernels.
+    """softmax(q k^T * scale) v, causal, by fused kernels where they suit.
 
     Rows are padded on the right, so causality alone hides padding, and there is no padding mask. In
     packed rows, documents do not see each other. Under context parallelism, keys and values of the

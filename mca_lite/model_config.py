@@ -100,8 +100,8 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The class name and the fields that differ from their default, as JSON values. Left out
-        are fields that the constructor derives, such as params_dtype, and functions other than
-        activations."""
+        are fields that the constructor derives, such as params_dtype, fields of CUDA graphs, and
+        functions other than activations."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -448,7 +448,8 @@ class AutoConfig:
         values: dict[str, Any] | None = None,
         value_head: bool = False,
     ) -> McaModelConfig:
-        """Read a model's config, with the layout of `args` (None: one rank, float32).
+        """Read a model's config, with the layout of `args` (None: that in mca_config.json,
+        otherwise one rank, float32).
 
         Reads mca_config.json if this package wrote it, and then ignores trust_remote_code, values
         and value_head. Otherwise reads config.json, also if mcore_adapter wrote an mca_config.json

@@ -163,9 +163,9 @@ class Layer(MegatronModule):
     def _normed(
         self, norm: torch.nn.Module, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]]:
-        """(norm(x), x for the residual, a function to call with the next module's output). If
-        recompute_modules includes layernorm, that function frees the norm's output, to be computed
-        again in backward; otherwise it does nothing."""
+        """(norm(x), x for the residual, a function to call with the next module's output). If norms
+        are recomputed (selective recomputation of layernorm), that function frees the norm's
+        output, to be computed again in backward; otherwise it does nothing."""
         if self.recomputes_norms and not isinstance(norm, IdentityOp):
             again = tensor_parallel.CheckpointWithoutOutput()
             return again.checkpoint(norm, x), x, again.discard_output_and_register_recompute
@@ -297,9 +297,9 @@ class Block(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of the stage. If all layers have the same tensors, each
-        tensor is stacked over layers along a new first axis. Otherwise the names contain the layer
-        index, as in "layers.7."."""
+        """{name: megatron's ShardedTensor} of the stage. With a moe_layer_freq of 1 and one kind of
+        attention, each tensor is stacked over layers along a new first axis. Otherwise the names
+        contain the layer index, as in "layers.7."."""
         state: dict[str, Any] = {}
         config = self.config
         differ = config.linear_layers or config.full_kv_channels

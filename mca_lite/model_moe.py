@@ -9,8 +9,8 @@ expert-tensor-parallel ranks.
 A token goes to k experts, so k rows represent it there. `order` [T k] sorts the (token, choice)
 pairs by expert, stably; `places` [T, k] is its inverse: the row of each pair. Forward and backward
 both gather by these indices and sum k rows in float32, rounded once. Scattered additions, as in
-megatron's permutation, would collide on a GPU. With one expert-parallel rank nothing waits for the
-device.
+megatron's permutation, would collide on a GPU. If each rank has all experts whole, the dispatcher
+does not wait for the device.
 """
 
 import functools

@@ -219,8 +219,8 @@ def own_store(prefix: str) -> Any:
 
 
 def make_deterministic() -> None:
-    """Choose deterministic algorithms in every library, for this process. Call it before CUDA
-    starts.
+    """Choose deterministic algorithms in torch, CUDA's libraries and Transformer Engine, for this
+    process. Call it before CUDA starts.
 
     Afterwards a step gives the same bits in every run with the same layout, machine and versions.
     Flash attention sums its gradients in order; cuDNN's attention is not used (model_attention.py);
@@ -428,7 +428,7 @@ def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list
     """Run action() on every rank, and return all results in rank order on every rank. Collective.
 
     If any rank fails, every rank raises `kind`: `words`, then the first line of up to eight
-    different errors, each with its ranks.
+    different errors, each with up to eight of its ranks.
     """
     answers = gather(_attempt(action))
     ranks: dict[str, list[str]] = {}  # grouped, because a thousand ranks may have one problem

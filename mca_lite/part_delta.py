@@ -80,7 +80,7 @@ def gated_delta_rule(
     is_packed: bool = False,
 ) -> torch.Tensor:
     """The gated delta rule (linear attention whose state decays and is corrected at each token) in
-    chunks, by torch's matmuls in float32 or wider -> outputs [s, b, n, v] in value's dtype.
+    chunks, in float32 or wider -> outputs [s, b, n, v] in value's dtype.
 
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
     g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
@@ -331,7 +331,7 @@ def delta_rule(
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
     """gated_delta_rule by flash-linear-attention's kernels on CUDA in half precision, if they are
-    installed and work; otherwise by torch's matmuls. borders: cu_seqlens of a packed row, or None.
+    installed and work; otherwise by gated_delta_rule. borders: cu_seqlens of a packed row, or None.
     """
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
@@ -409,7 +409,8 @@ class GatedDeltaNet(RowModule):
     rows are grouped by key head: its query and key, then for its value heads the values, gates, b
     and a. Tensor parallelism shards the key heads. Context parallelism shards them further, because
     a state needs all earlier tokens: its ranks exchange tokens for heads. Collectives: those of the
-    linears, and an all-to-all before and after the delta rule.
+    linears and of GatedNorm; under context parallelism an all-to-all before and after the delta
+    rule.
     """
 
     def __init__(

@@ -7,8 +7,9 @@
                             token losses -> log-probabilities of answers -> loss and 8 metrics
 
 part_dpo_losses has the formulas. The loss is the mean over the pairs of the global batch, in every
-layout. A cached reference is the model before training: its log-probabilities are computed once and
-stored on disk. Letters: P pairs in a micro-batch, without fillers; s positions.
+layout. A cached reference is the model before training: its log-probabilities are computed once,
+and stored on disk if there is a cache_dir. Letters: P pairs in a micro-batch, without fillers; s
+positions.
 """
 
 import functools
@@ -357,7 +358,7 @@ class DPOTrainer(ScoredTrainer):
     def _with_rewards(self, row: PreferenceLoss, r: Responses) -> tuple[Any, Any, Any]:
         """Apply a loss's formula: (losses, rewards of chosen, rewards of rejected answers), each
         [P]. If the formula gives only losses, rewards are beta times the log-ratio to the
-        reference, or without a reference times the mean log-probability per token.
+        reference, or without a reference times Responses.means.
         """
         found = function_of(row.formula)(r, self.train_config)
         if isinstance(found, tuple):

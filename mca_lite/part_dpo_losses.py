@@ -56,8 +56,8 @@ class Responses(NamedTuple):
 
     @property
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean log-probability per token of (chosen, rejected) answers under the policy, [P]
-        each.
+        """The policy's log-probabilities of (chosen, rejected) answers, as weighted by ld_alpha,
+        each divided by the answer's number of tokens, [P] each.
         """
         return self.over_lengths(self.chosen, self.rejected)
 
@@ -76,8 +76,7 @@ def rewards(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards of (chosen, rejected) answers for the log: beta times `numbers`, without a gradient.
 
-    numbers: the log-ratios to the reference; for losses without a reference, the mean
-    log-probabilities per token.
+    numbers: the log-ratios to the reference; for losses without a reference, Responses.means.
     """
     of_chosen, of_rejected = numbers
     return config.beta * of_chosen.detach(), config.beta * of_rejected.detach()
@@ -319,9 +318,9 @@ def orpo(r: Responses, config: Any) -> torch.Tensor:
 
 def simpo(r: Responses, config: Any) -> torch.Tensor:
     """SimPO (2405.14734): -(1 - e) log sigmoid(d - gamma) - e log sigmoid(gamma - d), with d = beta
-    (p_c - p_r) - margin, e = label_smoothing, and p_c and p_r the mean log-probabilities per token
-    of the chosen and the rejected answer. gamma is simpo_gamma, a margin between rewards as in TRL
-    and LLaMA-Factory.
+    (p_c - p_r) - margin, e = label_smoothing, and p_c and p_r the log-probabilities of the chosen
+    and the rejected answer divided by their numbers of tokens. gamma is simpo_gamma, a margin
+    between rewards as in TRL and LLaMA-Factory.
     """
     d = _margin(r, config, *r.means) - config.simpo_gamma
     return _smoothed(d, config.label_smoothing)

@@ -471,8 +471,8 @@ def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tens
 
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """An MLP's forward pass on x [t, b, h], at most `size` tokens at a time -> (output, None). The
-    bias is added inside the tiles."""
+    """An MLP's forward pass on x [t, b, h], size // b positions (at least one) at a time ->
+    (output, None). The bias is added inside the tiles."""
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         out, bias = type(module).forward(module, tile)
@@ -482,8 +482,8 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
-    """Forward pass of shared experts on x [t, b, h], at most `size` tokens at a time -> output [t,
-    b, h]."""
+    """Forward pass of shared experts on x [t, b, h], size // b positions (at least one) at a time
+    -> output [t, b, h]."""
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, tile)

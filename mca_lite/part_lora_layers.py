@@ -6,9 +6,9 @@ its B. An adapter is the submodule "lora" of the module it changes. Add it befor
 model.
 
 Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch. For
-experts: n experts on this rank, f columns of an expert on this rank, T tokens. Ranks exchange only
-activations r wide, or, if the linear's matmul includes the adapter, the gradient of a matrix.
-Sharding of the matrices, as megatron must know it for gradient reduction and gradient norm:
+experts: n experts on this rank, f columns of an expert on this rank, T tokens. Besides what the
+module itself exchanges, ranks exchange activations r wide, or gradients of A and B. Sharding of the
+matrices, as megatron must know it for gradient reduction and gradient norm:
 
     column        A replicated, its gradient (or that of A x) complete. B sharded by rows.
     column, SP    A replicated, its gradient partial over the sequence (marked
@@ -52,8 +52,8 @@ _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Settings of a model's LoRA adapters. ConfigError for values that the keys in LoraArguments
-    would refuse.
+    """Settings of a model's LoRA adapters. ConfigError for a rank, alpha or dropout that the keys
+    in LoraArguments would refuse.
 
     alpha: None means 2 * rank.
     targets: module names or patterns, as in the configuration key lora_target.

@@ -1,6 +1,6 @@
 """LoRA on a model: which modules get adapters, their initial values, their checkpoint tensors.
 
-`model` is always VirtualModels or a transformers model, as in hosts.py.
+`model` is VirtualModels or a transformers model, as in hosts.py.
 """
 
 import contextlib

@@ -187,9 +187,9 @@ class Policy:
     dual_clip: for A < 0, a term is at most -dual_clip A. delta: largest r in PPO's unclipped term.
     cispo_max: largest r in cispo.
     constant: tokens per answer in dr_grpo's divisor. Metrics are means over trained tokens: ratio;
-    clipped, the share whose gradient the clipping removes; kl, if samples have ref_logp; entropy,
-    with entropy_coef or with_entropy. reward is a mean over samples that have it. ValueError for
-    parameters that do not fit together.
+    clipped, the share whose gradient PPO's clipping would remove; kl, if samples have ref_logp;
+    entropy, with entropy_coef or with_entropy. reward, if samples have it, is a mean over samples.
+    ValueError for parameters that do not fit together.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Policy training on rollouts: PolicyTrainer, whose objective is a Session's loss.
 
 Columns that samples lack are computed before training: advantages from rewards within groups, and
-log-probabilities under the model before training. The latter are stored on disk, and a resumed run
-reads them. Letters: n tokens in a sample.
+log-probabilities under the model before training. With a cache_dir the latter are stored on disk,
+and a resumed run reads them. Letters: n tokens in a sample.
 """
 
 from dataclasses import dataclass

@@ -93,7 +93,8 @@ class _EveryOther:
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
     """Replace the tensors of each NF4 weight in a file by one Nf4Slice: {name: slice} -> {name:
     slice}. gpt_oss's experts and routers get Hugging Face's names, if Unsloth wrote the file.
-    ValueError for a quantised weight in another format, or with missing tensors."""
+    ValueError for a weight in another format of bitsandbytes' 4 bits, or without its absmax or
+    quant_map."""
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):
         name, kind = match.groups()

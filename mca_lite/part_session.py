@@ -835,7 +835,8 @@ class Session:
     def load(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
         """Load a checkpoint that save() wrote. Added gradients are discarded; fp16's loss scale
         stays. Collective. CheckpointError if the checkpoint cannot be read, lacks the optimizer's
-        state that with_optimizer asks for, or belongs to another model.
+        state that with_optimizer asks for, or belongs to another model. ValueError if its adapters
+        do not fit, or if tensors are in host memory.
         """
         self.discard()
         self.backend.expect_here("load", *_ALL)
