@@ -24,7 +24,8 @@ from .errors import expect
 ALIASES = {
     "ids": ("token_ids", "tokens", "input_ids"),
     "mask": ("loss_mask", "response_mask"),
-    "logprobs": ("rollout_log_probs",),
+    "logprobs": ("rollout_log_probs", "old_log_probs", "old_logp"),
+    "ref_logprobs": ("ref_log_prob", "ref_logp"),
     "advantages": ("advantage",),
     "routes": ("routed_experts",),
 }

@@ -42,6 +42,14 @@ SPELLINGS = {
         "prompt_ids": IDS[:PROMPT], "response_ids": IDS[PROMPT:], "response_mask": MASK[PROMPT:],
         "logprobs": LOGPS[PROMPT:], "advantages": GAINS, **OF_ANSWER,
     },
+    "old_log_probs": {
+        "ids": IDS, "mask": MASK, "old_log_probs": LOGPS, "ref_log_prob": REF, "advantages": GAINS,
+        "temperature": 0.5,
+    },
+    "a sample's": {
+        "ids": IDS, "mask": MASK, "old_logp": LOGPS, "ref_logp": REF, "advantage": GAINS,
+        "temperature": 0.5,
+    },
 }  # fmt: skip
 
 
