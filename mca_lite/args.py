@@ -611,7 +611,8 @@ class RunArguments:
 
     @property
     def changed(self) -> list[str]:
-        """The keys that were set to another value than their default."""
+        """The keys that were set to another value than their default, without those that were reset
+        for plain torch."""
         return [key for group in self.groups for key in group.changed]
 
     def with_keys(self, **values: Any) -> RunArguments:

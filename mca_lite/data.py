@@ -142,7 +142,7 @@ def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset
     epoch, report lines). A shard is read in order, and again from its start if the strategy repeats
     samples. The strategy "concat" changes nothing.
 
-    Raises ConfigError if `dataset` has no sample of some shard.
+    Other strategies raise ConfigError if `dataset` has no sample of some shard.
     """
     strategy = data_args.mix_strategy
     if strategy == "concat":
@@ -250,8 +250,8 @@ def show_samples(
 
 @dataclass
 class DatasetBundle:
-    """The datasets of a run, as load_datasets returns them; None for a set that the keys do not
-    name. eval is a dict, name -> dataset, with eval_on_each_dataset. report: lines for one rank to
+    """The datasets of a run, as load_datasets returns them; None for a set that the keys do not ask
+    for. eval is a dict, name -> dataset, with eval_on_each_dataset. report: lines for one rank to
     print. media: reads the model's inputs other than text."""
 
     train: TokenDataset | Packs | Stream | None

@@ -138,7 +138,7 @@ def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str
     """{file: kind} for a dataset on the Hugging Face hub, downloaded unless cached.
 
     entry: the dataset's keys in dataset_info.json. They select the files below `folder` and
-    `subset` whose path contains `split`. The default split is train, or all files if no path
+    `subset` whose path contains the word `split`. The default is train, or all files if no path
     contains that. Raises ValueError if the dataset cannot be read or no file is selected.
     """
     from huggingface_hub import snapshot_download
@@ -402,7 +402,8 @@ def build_once(
     is_ready: Callable[[], bool] | None = None,
 ) -> None:
     """Make a file or folder `target` exist, with several processes calling: one runs
-    build(temporary path, progress) and renames the result, the others wait for it.
+    build(temporary path, progress) and renames the result, the others wait for it. On a file system
+    without locks between machines, one of each machine builds.
 
     If that process dies or fails, its lock becomes free and the next process builds. what: names
     the work in lines on stderr. is_ready: True if `target` can be used as it is (default: if it

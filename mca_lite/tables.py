@@ -267,7 +267,7 @@ class Objective:
     trainer: McaTrainer or a subclass, or "module:Class" in this package.
     scores: True if the model has a value head instead of logits.
     has_binary_labels: True if labels are 1 or 0, False if they can be any number.
-    least_samples: fewest samples that each dataset must have.
+    least_samples: fewest samples of a training or evaluation set that is not streamed.
     metrics: the trainer's metrics_keys. Given here for trainers of this package, which are not
     imported yet. eval_<metric> may choose the best checkpoint.
     keys: configuration key -> field of the trainer's config.

@@ -76,7 +76,7 @@ def write_safetensors(
 
     A file's tensors have at most max_shard_size, unless one is larger. It is written once the next
     tensor would not fit, so host memory holds one file's tensors. On success the files of an
-    earlier export are removed; after an error they remain.
+    earlier export are removed; if a tensor cannot be written they remain.
     """
     shards: list[list[str]] = []
     total_size = 0
