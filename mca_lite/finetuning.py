@@ -3,7 +3,7 @@
 `Finetuning` trains whole weights: all of them, or those that the keys leave unfrozen. A part may
 train some modules, or other tensors next to frozen weights, with a subclass in tables.FINETUNING.
 Modules have the names of Hugging Face's files. A frozen weight has no gradient, no optimizer state
-and no decay, and is exported unchanged.
+and no decay, and is exported unchanged unless an adapter is merged into it.
 """
 
 import contextlib

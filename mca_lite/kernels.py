@@ -343,7 +343,7 @@ class AdamW(torch.optim.Optimizer):
 
     v in bf16 is rounded stochastically: with b2 = 0.999 it changes by less than half of bf16's last
     bit, so rounding to nearest would never let it fall. The random bits are a hash of step and
-    element, so that replicas and a resumed run draw the same.
+    element, so that replicas, and a resumed run in the same layout, draw the same.
 
     halves: which of exp_avg and exp_avg_sq are bf16. A parameter's gradient is its decoupled_grad
     if it has one (megatron's name for a gradient of another dtype), else grad. factor: a number, or

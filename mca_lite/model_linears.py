@@ -1,7 +1,7 @@
 """megatron's tensor-parallel linears, each matmul and its communication in one autograd function.
 
 Under sequence parallelism, communication can overlap with matmuls (tp_comm_overlap), by
-part_overlap.py. Otherwise the same functions gather, multiply and scatter one after another.
+part_overlap.py. Otherwise they overlap only in the backward pass of column-parallel linears.
 Weights, initialisation and checkpoints stay megatron's.
 """
 

@@ -263,9 +263,8 @@ class Adapter(torch.nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def adds_in_product(self, weight: torch.Tensor) -> bool:
-        """True if the linear's matmul can include the adapter, so that W x + scale * B A x is
-        rounded only once. This needs a module that supports it, an enabled adapter without active
-        dropout, and a frozen weight in bf16 or fp16.
+        """True if the linear's matmul can include the adapter. This needs a module that supports
+        it, an enabled adapter without active dropout, and a frozen weight in bf16 or fp16.
         """
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
         is_in = self.in_product and self.enabled and not self._drops

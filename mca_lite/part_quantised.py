@@ -165,9 +165,9 @@ class Quantised(torch.Tensor):
     """A frozen weight [.., k] in a quantised format. Its dtype is that to which the values are
     rounded when dequantised.
 
-    detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises;
-    other in-place operators raise NotImplementedError. Other operators get the dequantised weight,
-    whole().
+    detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises
+    plain values; other in-place operators raise NotImplementedError. Other operators get the
+    dequantised weight, whole().
     """
 
     @staticmethod

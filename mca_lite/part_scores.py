@@ -300,7 +300,7 @@ class ScoredTrainer(McaTrainer):
     Subclasses set the class attributes: config_class (made if train_config is None), scorer (the
     other model's name in reports), scorer_key (the configuration key that sets this model), kind
     (the rows' name on disk and in checkpoints), row_unit (what a row describes: "pair", "token"),
-    part_rows (rows written at once) and row_type (a row's dtype).
+    part_rows (about how many rows are written at once) and row_type (a row's dtype).
 
     train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
     ConfigError for keys that do not fit together.

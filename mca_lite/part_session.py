@@ -569,8 +569,8 @@ class Session:
         Output. Collective.
 
         loss: a name in SESSION_LOSSES. numbers: the loss's parameters.
-        last: reduce the gradients over ranks in this call's backward pass; no other call may follow
-        before optim_step.
+        last: reduce the gradients over ranks in this call's backward pass; no other call that adds
+        gradients may follow before optim_step or discard.
         own: see log_probs; the sum then covers the samples of all replicas. ValueError for an
         unknown loss or parameter, and for invalid samples.
         """
