@@ -134,7 +134,8 @@ class TrainerCallback:
 
     Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
     on_step_end, on_log, on_evaluate, on_save. Each gets as keywords: trainer, model, optimizer,
-    lr_scheduler, processing_class, train_dataloader and eval_dataloader (None outside of a loop).
+    lr_scheduler, processing_class, train_dataloader and eval_dataloader. What is not made yet is
+    None, and so is eval_dataloader outside of an evaluation.
     """
 
     def on_init_end(
@@ -155,7 +156,7 @@ class TrainerCallback:
     def on_step_begin(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called before the data of a step is read."""
+        """Called before a step takes its micro-batches from the loader."""
 
     def on_substep_end(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -192,8 +193,9 @@ class TrainerCallback:
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> Any:
-        """Called per log line. logs: its values: step, learning_rate, and metrics such as loss over
-        all ranks and the steps since the line before."""
+        """Called per log line of training. logs: losses and metrics are over all ranks for the
+        steps since the line before; grad_norm is the last step's; step, epoch, learning_rate and
+        consumed_* are current; peak_memory_gib is this process's."""
 
     def on_evaluate(
         self,

@@ -264,9 +264,9 @@ class Checkpoints:
             self.prune()
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints over save_total_limit, once per new checkpoint. Call it
-        after a good step from the newest one's weights. Raises CheckpointError, on every rank, if
-        one cannot be deleted; with async_save possibly at a later call. Collective."""
+        """Delete the oldest checkpoints over save_total_limit, but neither the newest nor the best
+        one. Call it after a good step from the newest one's weights. Raises CheckpointError, on
+        every rank, if deleting fails; with async_save a later call may raise it. Collective."""
         folder = self.unproven
         if folder is None:
             return
@@ -312,8 +312,8 @@ class Checkpoints:
         """Load the state of a verified checkpoint into the trainer. Collective.
 
         Raises CheckpointError for a checkpoint without optimizer state, or of a run with other
-        data, another global batch size, another optimizer or another base model. Other changed
-        settings take effect, and a line lists them."""
+        data, another global batch size, objective or base model, or other settings that decide the
+        optimizer's state. Other changed settings take effect, and a line lists them."""
         trainer = self.trainer
         record, state = read_records(folder)
         if not record["with_optimizer"]:

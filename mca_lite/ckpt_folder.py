@@ -5,11 +5,11 @@
                                     dead run are removed by the next run
     set-aside-checkpoint-<step>/    newer than the checkpoint that a run resumed from: never read
                                     again, may be deleted
-    latest                          the name of the newest checkpoint, for other programs
+    latest                          the name of the checkpoint written last, for other programs
 
-Anything else with such a name (a symbolic link, a file) is not touched.
+Anything else with such a name (a symbolic link, a file) is not deleted.
 
-manifest.json is written last, with size and checksum of every file:
+manifest.json is written last, with size and checksum of every other file:
 
     format      the writer's FORMAT_VERSION; a reader refuses a newer one than it knows
     backend     megatron or torch;  step, with_optimizer;  model: keys of its config

@@ -6,8 +6,8 @@
 Optimizer state is stored per parameter, sharded like the model's tensors: megatron's optimizer
 format needs Apex or TE to load, and without them has one step counter for all parameters. Data
 parallel ranks have the same weights, so each tensor, with its optimizer state, is assembled, kept
-and written by one of them, and no rank keeps everything. Objects that need a pickle (_extra_state,
-the scaling history of fp8) are not stored: fp8 starts its history anew.
+and written by one of them. Objects that need a pickle (_extra_state, the scaling history of fp8)
+are not stored: fp8 starts its history anew.
 """
 
 import functools
@@ -257,8 +257,8 @@ class MegatronSnapshot:
 
     @staticmethod
     def sizes(models: Any, optimizer: Any = None) -> list[int]:
-        """Bytes of each tensor that this rank would copy to write a snapshot, in no particular
-        order."""
+        """Bytes of each weight and optimizer state that this rank would copy for a snapshot, in no
+        particular order."""
         holders = holders_of_all(models, optimizer)
         found = []
         stored = _by_parameter(_sharded(models))  # without the frozen base of adapters
@@ -327,7 +327,7 @@ def load_megatron(
     """Fill the model, and optionally the optimizer, in place from a checkpoint of any layout.
 
     index: the folder's index, if it was read before. Raises CheckpointError, the same on every
-    rank, for files with other content than was written. Collective over all ranks.
+    rank, if a tensor cannot be read from the files. Collective over all ranks.
     """
     place = folder / DIST_NAME
     if index is None:
@@ -399,7 +399,7 @@ class _Holders(NamedTuple):
 def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
     """{id of a parameter: its holders}. Each parameter's writer is the rank with the least to write
     so far, among those that hold a piece of its optimizer state, or among all if the state is not
-    sharded. So no rank gathers every state."""
+    sharded. So the states are spread over the ranks."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -580,9 +580,9 @@ def _fill_optimizer(
     fill_all: Callable[[list[Any]], Iterable[Any]],
     of_kinds: list[int],
 ) -> None:
-    """Load the optimizer states that this rank steps. At most one parameter's whole states are on
-    the device at a time. fill_all: fills sharded tensors from the files. of_kinds: the counts of
-    updates, by STEPS."""
+    """Load the optimizer states that this rank steps. Beside them, whole states of one parameter at
+    a time are on the device. fill_all: fills sharded tensors from the files. of_kinds: the counts
+    of updates, by STEPS."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]

@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(UserError, ValueError):
-    """Raised with all `problems` of a configuration at once; its text lists them."""
+    """Raised with the `problems` found in a configuration; its text lists them."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = list(problems)

@@ -166,7 +166,7 @@ class ModelSizes(NamedTuple):
 @dataclass(frozen=True)
 class ModelWork:
     """The model's sizes on which a step's FLOPs depend; the formulas are at the top of this file.
-    reference: sizes of models that only run forward."""
+    reference: sizes for forward passes without a backward pass."""
 
     frozen: float = 0.0
     trained: float = 0.0

@@ -45,7 +45,7 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
     rank. Collective.
 
     The main rank calls compute_metrics. As in transformers, position t of label_ids is the label
-    predicted by position t - 1, and samples are padded with IGNORE_INDEX. Memory: a micro-batch's
+    predicted by position t - 1, and rows are padded with IGNORE_INDEX. Memory: a micro-batch's
     logits, and on the main rank all results."""
     trainer = evaluator.trainer
     preprocess = trainer.preprocess_logits_for_metrics

@@ -94,11 +94,11 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
     """Compare the summaries of ranks, {rank: calls_of()} -> (late ranks, report lines about calls
     that differ or wait).
 
-    If ranks of a group made different collectives of the same number, those in the minority are
-    late. Otherwise, a rank is late if others wait for it, and it has no unfinished call or one that
-    its GPU has not begun while other GPUs have. If all awaited ranks wait too, or gloo may hide a
-    point-to-point wait, the late ranks are those waiting in a call made by the user's code, outside
-    torch, megatron-core and this package."""
+    If recent collectives of the same number differ between ranks of a group, the ranks in the
+    minority are late. Otherwise, a rank is late if others wait for it, and it has no unfinished
+    call or one that its GPU has not begun while other GPUs have. If all awaited ranks wait too,
+    or gloo may hide a point-to-point wait, the late ranks are those waiting in a call made by
+    the user's code, outside torch, megatron-core and this package."""
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)
     return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]

@@ -1,8 +1,8 @@
 """A run from its arguments: planned once, then built and trained from the plan alone.
 
 make_plan() needs no process group. It reads configs, tokenizer, the weights' index, adapter and
-data, and refuses a model or data that cannot be trained, on every rank alike, before ranks meet.
-Later steps use the plan and read nothing again. The command line (cli.py) parses, plans and trains.
+data, and refuses a model or data that do not fit, on every rank alike, before ranks meet. Later
+steps take these from the plan. The command line (cli.py) parses, plans and trains.
 """
 
 import copy
@@ -75,7 +75,7 @@ class PlannedModel:
 
 @dataclass
 class Plan:
-    """Everything that a run needs, read once by make_plan()."""
+    """The inputs of a run besides the values of weights, read once by make_plan()."""
 
     arguments: RunArguments
     objective: Objective

@@ -127,7 +127,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
     W + scale * B A is computed in float32 and stored in W's dtype; host memory holds one file's
     tensors. Raises ValueError if dst is not empty, if src is no Hugging Face model, or if the
-    adapter is damaged or belongs to another model.
+    adapter is damaged or does not fit src.
     """
     _refuse_full(dst)
     resolve_folder(src)

@@ -273,7 +273,7 @@ def _samples(
     arguments: Any, file: str | None, model: Any, tokenizer: Any, media: Any
 ) -> list[_Sample]:
     """(prompt's token ids, expected answer or None, prompt's pictures) for each sample of `file`;
-    without a file, of the evaluation set, where the expected answer is the last one with loss."""
+    without a file, for each with loss in the evaluation set, with its last answer as expected."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage

@@ -224,7 +224,7 @@ def prompt_ids(
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
     """Token ids that end an answer: those in generation_config.json, the tokenizer's, and the chat
-    template's, which a base model's generation_config.json lacks."""
+    template's if that is one token; a base model's generation_config.json lacks it."""
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]

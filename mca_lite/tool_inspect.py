@@ -116,8 +116,8 @@ def _arguments(words: list[str]) -> Any:
 
 
 def visible(text: str, most: int) -> str:
-    """The text with escape codes for invisible and control characters. If it is longer than `most`
-    characters, " ... " replaces its middle."""
+    """The text with escape codes for invisible and control characters except line breaks. If it is
+    longer than `most` characters, " ... " replaces its middle."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

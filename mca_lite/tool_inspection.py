@@ -82,8 +82,8 @@ class Part:
     """Facts about one dataset of a run, for training or evaluation.
 
     bars: (range of lengths, count of documents). problems: name -> numbers of samples (of texts, if
-    rows are cut from joined texts). packing: a sentence. rows: some packed rows; [] if each sample
-    is a row. pictures: counts as text; "" if there are none.
+    rows are cut from joined texts). packing: a sentence. rows: some packed rows; [] if samples are
+    not packed. pictures: counts as text; "" if there are none.
     """
 
     name: str
@@ -291,8 +291,8 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 def check(arguments: RunArguments) -> None:
     """Print what a run in a world of WORLD_SIZE ranks begins with: model, data, steps, and each
-    rank's tensors and first batches. Raises the errors in configuration, model files, data and
-    checkpoints that would stop the run."""
+    rank's tensors and first batches. Raises the errors that it finds in configuration, model files,
+    data and checkpoints."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
@@ -334,8 +334,8 @@ def _model_facts(plan: Plan) -> dict[str, Any]:
 
 
 def _step_facts(plan: Plan) -> dict[str, Any]:
-    """Facts about the run's steps, and the checkpoint to resume from. Raises ValueError if the run
-    would refuse that checkpoint, or a new run in output_dir."""
+    """Facts about the run's steps, and the checkpoint to resume from. Raises ValueError if that
+    checkpoint is damaged or of another model, or if a new run may not begin in output_dir."""
     args = plan.arguments.training
     config = plan.model.config
     notes: list[str] = []

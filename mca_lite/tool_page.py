@@ -218,7 +218,7 @@ def metrics_of(run: RunFolder) -> list[Metric]:
 
 
 def figures(run: RunFolder) -> dict[str, str]:
-    """{name: text} with a run's state, step and times, and a figure for each metric in its log."""
+    """{name: text} with a run's state, step and times, and figures for metrics_of() in its log."""
     texts = {"state": run.state(), "step": f"{run.step:,}"}
     if "max_steps" in run.summary:
         texts["step"] += f" of {run.summary['max_steps']:,}"

@@ -45,8 +45,8 @@ Name = tuple[str, str]
 
 class Row(NamedTuple):
     """The comparison of one tensor, such as a layer's output, between layout and plain torch. size:
-    the exact tensor's norm. distance, noise and bound are relative to it: the layout's error, the
-    error of rounding alone, and the error allowed."""
+    the exact tensor's norm. distance, noise and bound are relative to it (for a gradient near 0, to
+    a share of a usual one): the layout's error, that of rounding alone, and the error allowed."""
 
     kind: str
     name: str

@@ -539,7 +539,7 @@ _KEYS = (
 
 def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
     """Yield layouts of options.gpus ranks with the same global batch: parallel sizes are powers of
-    two or the run's own, and layouts that break a rule are left out.
+    two, or for contexts the run's own; layouts that break a rule are left out.
 
     A layout that does not fit into memory is followed by the same one with micro-batches of one
     sample, and then with recomputation.

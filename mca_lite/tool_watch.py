@@ -61,8 +61,8 @@ def _watch(options: Any) -> int | None:
 
 
 def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
-    """One screen as text lines of at most `columns` characters: runs as columns, as many side by
-    side as fit."""
+    """One screen as text lines: runs as columns, as many side by side as fit into `columns`
+    characters, but at least one."""
     per_line = max(1, (columns - _NAME) // _COLUMN)
     width = min(_COLUMN, columns - _NAME)
     lines: list[str] = []
@@ -79,7 +79,7 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
     """{line name: text} of a run's column, with important lines repeated at the top. For a metric
-    the text is its newest value and a sparkline of all its values."""
+    the text is its figure and a sparkline of its values."""
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}

@@ -197,8 +197,8 @@ class McaTrainer(OtherNames):
         resume_from_checkpoint: a path; True or "auto": the newest intact checkpoint in output_dir,
         if there is any; False: start anew; None: args.resume_from_checkpoint. OutputFolderError if
         another run uses output_dir, or if the nodes do not share it. After SIGTERM, SIGINT or
-        SIGUSR1 on any rank, all ranks finish the step, save a checkpoint, and raise Interrupted, a
-        SystemExit with callbacks.EXIT_CODE."""
+        SIGUSR1 on any rank during a step, all ranks finish it, save a checkpoint, and raise
+        Interrupted, a SystemExit with callbacks.EXIT_CODE."""
         args = self.args
         with (
             mcore.quiet(),
@@ -664,7 +664,8 @@ class McaTrainer(OtherNames):
         self.notify("on_log", logs=logs)
 
     def _evaluate_step(self) -> None:
-        """Evaluate, if there is an evaluation set. NotFiniteError if its loss is not finite."""
+        """Evaluate, if there is an evaluation set. NotFiniteError if the guard is on and the loss
+        is not finite."""
         if self.eval_dataset is not None:
             self.guard.check_evaluation(self.evaluate())
 
@@ -749,8 +750,8 @@ class McaTrainer(OtherNames):
     def evaluate(
         self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics over a whole dataset (None: eval_dataset) and all ranks: {"eval_loss": 1.23}. For
-        a dict of datasets, also each one's metrics, named <prefix>_<name>_<metric>. Collective."""
+        """Metrics of a dataset (None: eval_dataset) over all ranks: {"eval_loss": 1.23}. For a dict
+        of datasets, also each one's metrics, named <prefix>_<name>_<metric>. Collective."""
         dataset = self._prepared(eval_dataset)
         if dataset is None:
             self._prepare_datasets("eval_dataset")

@@ -30,7 +30,7 @@ class PredictionOutput(NamedTuple):
     predictions: float64 [samples, 2]: the sum of log-probabilities of a sample's trained tokens,
     and their number. For pairs [samples, 2, 2], chosen before rejected.
     label_ids: None, because tokens are not gathered.
-    metrics: {name with prefix: value over the whole dataset}."""
+    metrics: {name with prefix: value over all ranks}."""
 
     predictions: np.ndarray
     label_ids: None
@@ -47,8 +47,8 @@ class Evaluator:
 
     def check(self) -> None:
         """Raise ValueError if the trainer is set up for metrics that an evaluation cannot compute:
-        an unknown metric_for_best_model, unusable compute_metrics, or predict_with_generate without
-        an Answers callback."""
+        unusable compute_metrics or, without it, an unknown metric_for_best_model; or
+        predict_with_generate without an Answers callback."""
         trainer = self.trainer
         compute = trainer.compute_metrics
         if not (compute is trainer.preprocess_logits_for_metrics is None):
@@ -70,9 +70,9 @@ class Evaluator:
     # -- metrics
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """Compute, log and return metrics over a whole dataset: {"<prefix>_<metric>": value}. For a
-        dict of datasets: metrics over all sets together, without those of compute_metrics, and each
-        set's metrics, named <prefix>_<set>_<metric>."""
+        """Compute, log and return metrics of a dataset: {"<prefix>_<metric>": value}. For a dict of
+        datasets: metrics over all sets together, without those of compute_metrics, and each set's
+        metrics, named <prefix>_<set>_<metric>."""
         trainer = self.trainer
         if isinstance(dataset, dict):
             parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]
@@ -105,7 +105,7 @@ class Evaluator:
     @torch.no_grad()
     def run_loop(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
         """Run forward over a loader made by make_loader, for one epoch's steps -> metrics over all
-        ranks. ValueError for another loader."""
+        ranks. ValueError for another DataLoader."""
         trainer = self.trainer
         plan = getattr(dataloader.batch_sampler, "plan", None)
         expect(

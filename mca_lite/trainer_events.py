@@ -135,8 +135,8 @@ class SentNumbers:
 
 
 class RunSums:
-    """Numbers summed over all steps of a run, and over the steps since the last log line, in host
-    memory.
+    """Numbers summed over the steps of one train() call, and over the steps since the last log
+    line, in host memory.
 
     nothing: Numbers of zeros. carried: to_record() from before the run was resumed, or {}."""
 

@@ -1,10 +1,10 @@
 """Non-finite numbers: detected before an update, traced to a cause, and the run stopped.
 
-Good steps cost nothing extra. The gradient of a non-finite loss is made NaN, so it reaches the
-gradient norm, which every rank reads before the update anyway: no collective and no device sync is
-added. Once that happens, time does not matter: ranks gather their losses, the micro-batches run
-forward again to find the layer, and the run ends with NotFiniteError (exit code
-NOT_FINITE_EXIT_CODE on the command line)."""
+The gradient of a non-finite loss is made NaN, so it reaches the gradient norm, which every rank
+reads before the update anyway: good steps get no further collective and no device sync. Once that
+happens, time does not matter: ranks gather their losses, and unless nan_policy skips the update,
+the micro-batches run forward again to find the layer, and the run ends with NotFiniteError (exit
+code NOT_FINITE_EXIT_CODE on the command line)."""
 
 import contextlib
 import functools
@@ -27,8 +27,8 @@ _SHOWN = 3  # how many micro-batches a message names
 
 
 class NotFiniteError(UserError, ArithmeticError):
-    """Raised on every rank, with the same text, when a loss, gradient or weight is not finite, or
-    when too many updates were skipped."""
+    """Raised on every rank, with the same text, to stop a run because a loss, gradient or weight is
+    not finite, or because too many updates were skipped."""
 
     exit_code = NOT_FINITE_EXIT_CODE
     same_on_all_ranks = True

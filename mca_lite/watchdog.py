@@ -1,16 +1,18 @@
 """Watchdog: report ranks that hang or die, and stop the others.
 
-Each rank counts its phases; the count is the same on all ranks, and noting a phase costs a few
-assignments. A thread of each rank watches its count. After hang_timeout seconds without progress,
-it asks all ranks for count, phase, micro-batches, Python stack and collectives, through the process
-group's store, and prints the ranks that are late. After ddp_timeout seconds all ranks exit. If the
-store does not answer, a second thread makes its rank exit alone. A rank that dies from an exception
-leaves a message in the store, for ranks that lose their connection to it.
+Each rank counts its phases, the same ones on all ranks; noting a phase costs a few assignments. A
+thread of each rank watches its count. After hang_timeout seconds without progress (in long phases
+half of ddp_timeout), it asks all ranks for count, phase, micro-batches, Python stack and
+collectives, through the process group's store, and prints the ranks that are late. If there are
+any, all ranks exit after ddp_timeout seconds. If the store does not answer, a second thread makes
+its rank exit alone. A rank that dies from an exception leaves a message in the store, for ranks
+that lose their connection to it.
 
-No collectives are added. Without a hang, each rank now and then reads two small keys of the store.
+Steps get no further collectives. Without a hang, each rank now and then reads two small keys of the
+store.
 
-If its torchrun has gone, a rank stops as at SIGTERM: it saves and exits. Data loader workers end
-with their rank.
+If its torchrun has gone, a rank stops as at SIGTERM: it saves and exits. On Linux, data loader
+workers end with their rank.
 """
 
 import contextlib
@@ -68,8 +70,8 @@ _RECORDS = "flight_recorder"  # folder in output_dir
 
 
 class RankFailed(UserError, RuntimeError):
-    """Raised on a rank that lost its connection to another. The text names the failed rank and its
-    error, or says that the ranks' store is gone."""
+    """Raised on a rank that lost its connection to another. The text says what is known of the
+    cause, such as the failed rank and its error."""
 
     same_on_all_ranks = True
 
@@ -135,7 +137,7 @@ def watch(args: Any) -> Iterator[None]:
     rank, has no effect. args: TrainingArguments.
 
     An error that leaves the context is stored for the other ranks. If it is a lost connection and
-    the reason is known, RankFailed, which names the lost rank, replaces it. Collective on entry."""
+    the reason is known, RankFailed replaces it. Collective on entry."""
     from . import parallel  # brings torch
 
     global _current
@@ -175,7 +177,7 @@ class Watchdog:
     leave: exits the process with a code.
 
     The thread that creates a Watchdog is the one whose stack is shown. One thread calls look()
-    every `poll_s` seconds, another calls mind_store(). All times are counted in such calls, so a
+    every `poll_s` seconds, another calls mind_store(). Waiting is counted in such calls, so a
     suspended process does not count as waiting.
     """
 
@@ -507,7 +509,8 @@ def describe(late: list[int], answers: list[dict[str, Any]], names: list[str]) -
 
 
 def stack_of(thread_id: int) -> tuple[str, bool]:
-    """(a thread's Python stack, innermost call last; True if it may be waiting for other ranks)."""
+    """(the innermost frames of a thread's Python stack, as text, innermost last; True if it may be
+    waiting for other ranks)."""
     frame = sys._current_frames()[thread_id]
     return "".join(traceback.format_stack(frame)[-_FRAMES:]), may_wait(frame)
 
