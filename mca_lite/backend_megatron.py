@@ -76,7 +76,7 @@ class MegatronBackend(Backend):
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._may_rest = False  # True if any rank has parameters that may rest
-        self._rests = False  # True if the next update skips them
+        self._rests: set[int] = set()  # kinds that the next update skips
         self._accumulate_in_place(models)
         experts = config.num_moe_experts
         if experts:
@@ -322,16 +322,16 @@ class MegatronBackend(Backend):
         )
 
     def _begin_gradients(self, micro_batches: list[Any], first: bool) -> None:
-        """Zero the gradients before the first micro-batches of an update. Also note if no
-        micro-batch so far has inputs, such as images, for trained input modules: the update then
-        skips these. Collective if input modules are trained."""
+        """Zero the gradients before the first micro-batches of an update. Also note for
+        which trained input modules no micro-batch so far has inputs, such as images: the update
+        then skips these. Collective if input modules are trained."""
         if first:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
         if self._may_rest:
             rests = self.inputs.rests(micro_batches)
-            self._rests = rests and (first or self._rests)
+            self._rests = rests if first else rests & self._rests
 
     def _run_schedule(
         self,
@@ -477,7 +477,7 @@ class MegatronBackend(Backend):
         """Remove the gradients of input modules, such as a vision tower, so that the next update
         skips them: the step had no inputs for them."""
         for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
-            if may_rest(parameter):
+            if may_rest(parameter) in self._rests:
                 main.grad = None
                 if hasattr(main, "decoupled_grad"):  # it is set again for each update
                     main.decoupled_grad = None

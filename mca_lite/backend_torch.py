@@ -292,8 +292,11 @@ class TorchBackend(Backend):
             check_torch_packing(model.config, judge)
             judge.close()
         self.inputs = wrapped.inputs
-        parameters = self.inputs.parameters_of(model)
-        self._resting = [parameter for parameter in parameters if parameter.requires_grad]
+        self._resting = {
+            kind: trained
+            for kind, parameters in enumerate(self.inputs.parameters_of(model), 1)
+            if (trained := [parameter for parameter in parameters if parameter.requires_grad])
+        }
         if self.dp_size > 1:
             wrapped.trains_inputs = bool(self._resting)  # DDP waits for every gradient
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
@@ -307,7 +310,7 @@ class TorchBackend(Backend):
         self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
         self._max_grad_norm = args.max_grad_norm
-        self._rests = False  # True if the next update skips input modules
+        self._rests: set[int] = set()  # kinds of input modules that the next update skips
         self._scaler = create_grad_scaler(args) if args.fp16 else None
         self.grad_scalers = [self._scaler] if self._scaler else []
 
@@ -427,8 +430,9 @@ class TorchBackend(Backend):
         self.pending += tokens
         self._is_sent = last
         # modules for inputs have gradients of 0 from DDP alone
-        rests = self.loss_model.trains_inputs and self.inputs.rests(micro_batches)
-        self._rests = rests and (first or self._rests)
+        if self.loss_model.trains_inputs:
+            rests = self.inputs.rests(micro_batches)
+            self._rests = rests if first else rests & self._rests
         return metrics
 
     def finish_gradients(
@@ -437,8 +441,9 @@ class TorchBackend(Backend):
         if not self._is_sent:  # average as DDP would have
             for gradient in self._gradients() if self.dp_size > 1 else ():
                 torch.distributed.all_reduce(gradient.div_(self.dp_size))
-        for parameter in self._resting if self._rests else ():
-            parameter.grad = None  # left out of the update
+        for kind in self._rests & self._resting.keys():
+            for parameter in self._resting[kind]:
+                parameter.grad = None  # left out of the update
         self.routers.update_biases()
         if self.args.calculate_per_token_loss:
             self._divide_by_tokens(self.pending)

@@ -237,7 +237,7 @@ class MegatronSnapshot:
     def __init__(
         self, models: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
     ) -> None:
-        self._steps: list[int | None] = [None, None]
+        self._steps: list[int | None] = [None] * len(STEPS)
         holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
@@ -332,7 +332,7 @@ def load_megatron(
     place = folder / DIST_NAME
     if index is None:
         index = read_index(place)
-    steps = [index.get(name, index.get(STEPS[0])) for name in STEPS]  # older ones lack the second
+    steps = [index.get(name, index.get(STEPS[0])) for name in STEPS]  # older ones lack some
     if optimizer is not None and any(type(count) is not int for count in steps):
         raise CheckpointError(f"{place / INDEX_NAME} has no {STEPS[0]}: use another checkpoint")
     chunks = _sharded(models)
@@ -483,14 +483,14 @@ def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, An
 
 
 # The index keys for updates made so far: of the model, and of its input modules, which a step
-# without such an input does not update.
-STEPS = ("optimizer_steps", "tower_steps")
+# without an input of their kind does not update.
+STEPS = ("optimizer_steps", "tower_steps", "audio_tower_steps")
 
 
-def may_rest(parameter: Any) -> bool:
-    """True for a parameter that a step without inputs for it does not update, such as a vision
-    tower's in a step without images."""
-    return getattr(parameter, "may_rest", False)
+def may_rest(parameter: Any) -> int:
+    """The index in STEPS of a parameter that a step without inputs for it does not update, such
+    as a vision tower's in a step without images; 0 for others."""
+    return getattr(parameter, "may_rest", 0)
 
 
 def state_names(optimizer: Any, parameter: Any) -> list[str]:
@@ -614,8 +614,8 @@ def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
     """Number of updates so far, in the order of STEPS: [of parameters that every step updates, of
     those that may_rest()]. The maximum over ranks, since some ranks own no such parameter.
     Collective."""
-    counts = [0, 0]
+    counts = [0] * len(STEPS)
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
-        kind = int(may_rest(parameter))
+        kind = may_rest(parameter)
         counts[kind] = max(counts[kind], int(inner.state[main].get("step", 0)))
     return parallel.largest(*counts)

@@ -203,7 +203,9 @@ _KIND_OF_KEY = {
     "ranking": bool,
     "values": dict,
 }
-_TEXT_COLUMNS = "prompt query response history messages system tools text images videos".split()
+_TEXT_COLUMNS = (
+    "prompt query response history messages system tools text images videos audios".split()
+)
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",

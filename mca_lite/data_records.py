@@ -192,8 +192,8 @@ def _read_turn(
 
 
 _OTHER_BLOCK = (
-    "content: expected a text or a list of blocks of text, image, video, reasoning and tool_call; "
-    "only these can be trained on"
+    "content: expected a text or a list of blocks of text, image, video, audio, reasoning and "
+    "tool_call; only these can be trained on"
 )
 
 

@@ -539,8 +539,17 @@ FAMILIES |= {
 
 # -- models with inputs other than text: parts register them, with another family's language model
 
-# prefixes of transformers' modules -> prefixes in older files, such as Qwen2-VL's on the hub
-OLDER_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
+# prefixes of transformers' modules -> prefixes in files: in older ones, such as Qwen2-VL's on the
+# hub, and in those of a model that speaks, whose thinker is trained
+OLDER_PREFIXES = {
+    "model.visual.": "visual.",
+    "model.audio_tower.": "audio_tower.",
+    "model.language_model.": "model.",
+}
+THINKER_PREFIXES = {
+    "lm_head.": "thinker.lm_head.",
+    **{module: f"thinker.{older}" for module, older in OLDER_PREFIXES.items()},
+}
 
 # the keys of a config.json that describe parts for images, audio or video
 _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}

@@ -367,7 +367,7 @@ class Family:
     prediction: the key with the number of multi-token prediction layers, if the family has any.
     vision_parts, inputs: the modules of a vision tower and its projector, and their row in INPUTS.
     unused: patterns of checkpoint tensors that at most multi-token prediction layers read.
-    older_names, stacked_experts, renamed: how names and experts in files differ from transformers'
+    prefixes, stacked_experts, renamed: how names and experts in files differ from transformers'
     modules.
     """
 
@@ -394,8 +394,8 @@ class Family:
     # Patterns of checkpoint tensors that are not used as long as no multi-token prediction layer is
     # trained, in addition to UNUSED_TENSORS.
     unused: tuple[str, ...] = ()
-    # True if transformers saves the tensors under the names of OLDER_PREFIXES
-    older_names: bool = False
+    # prefixes of transformers' modules -> those under which it saves the tensors, if they differ
+    prefixes: dict[str, str] = field(default_factory=dict)
     # True if heads in layers with a window have other sizes (transformers' per_layer_config)
     sizes_differ: bool = False
     # how files without a source of their own have a layer's experts in one tensor: "rows", or

@@ -349,7 +349,14 @@ def may_be_on_hub(name: str) -> bool:
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """The language model's keys in a config.json: its text_config if it has one, otherwise all
     keys."""
+    values = thinker_values(values)
     return values.get("text_config") or values
+
+
+def thinker_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json about the thinker, which is trained, of a model that speaks; the
+    whole of other models."""
+    return values.get("thinker_config") or values
 
 
 def read_model_config(
@@ -379,7 +386,7 @@ def read_model_config(
             path = next(paths, None)
             if path is None:
                 path = resolve_folder(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME
-            return read_json(path)
+            return thinker_values(read_json(path))
         except (ValueError, OSError) as error:
             reason = str(error)
     judge.refuse("model_name_or_path", reason, remedy, name)

@@ -30,7 +30,7 @@ class InputWork(NamedTuple):
 
 MARK = "\ufdd0"  # stands for an input in a message: a code point that is no character
 # the types of message blocks that are inputs
-BLOCKS = ("image", "image_url", "video", "video_url")
+BLOCKS = ("image", "image_url", "video", "video_url", "audio", "audio_url")
 
 
 class Media:
@@ -104,8 +104,8 @@ class Media:
             reason, _ = need_of(part, "they need")
         expect(
             not (of_columns or any(of_blocks)),
-            f"{where}: the record has pictures or videos (columns, or blocks of a message), and "
-            f"{reason}",
+            f"{where}: the record has pictures, videos or audio (columns, or blocks of a message), "
+            f"and {reason}",
         )
         return ()
 
@@ -265,8 +265,9 @@ class Inputs:
         `positions` are those for text alone, and the base class returns them unchanged."""
         return inputs, positions
 
-    def parameters_of(self, model: Any) -> list[Any]:
-        """The parameters of a transformers model's input modules. Base class: []."""
+    def parameters_of(self, model: Any) -> list[list[Any]]:
+        """The parameters of a transformers model's input modules, a list for each kind of input, in
+        the order of ckpt_megatron.STEPS from 1 on. Base class: []."""
         return []
 
     def unused(self, model: Any, columns: Any) -> Any:
@@ -277,11 +278,12 @@ class Inputs:
 
     # -- on both
 
-    def rests(self, micro_batches: Any) -> bool:
-        """True if no micro-batch of a step has an image or video, on any rank. The optimizer then
-        skips the input modules; otherwise it would decay their weights and moments without a
-        gradient. Collective, and called only if input modules are trained. Base class: False."""
-        return False
+    def rests(self, micro_batches: Any) -> set[int]:
+        """The kinds of input (ckpt_megatron.may_rest) that no micro-batch of a step has, on any
+        rank. The optimizer then skips their modules; otherwise it would decay weights and moments
+        without a gradient. Collective, and called only if input modules are trained. Base class:
+        none."""
+        return set()
 
     def work(self, model: Any) -> InputWork | None:
         """Training FLOPs of the input modules per unit of input, as an InputWork: forward, and

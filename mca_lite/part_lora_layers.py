@@ -613,7 +613,7 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
     weight: Any = getattr(module, "weight", None)
     if hasattr(weight, "may_rest"):  # of inputs other than text, as are its gradients
         for parameter in adapter.parameters():
-            parameter.may_rest = True
+            parameter.may_rest = weight.may_rest
             parameter.sequence_parallel = weight.sequence_parallel
     module.add_module("lora", adapter)
     if way == "merged":

@@ -28,7 +28,7 @@ from jinja2.exceptions import TemplateError
 
 from .errors import expect
 from .files import describe_error, lies_in, read_json, snapshot_of
-from .inputs import MARK, Media
+from .inputs import BLOCKS, MARK, Media
 from .tables import is_of_inputs
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 # image processors; Qwen3-VL has the first with other sizes
 _PROCESSORS = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
 # keys under which a message block may contain its image
-_SOURCES = ("image", "image_url", "video", "video_url", "path", "url", "base64", "value")
+_SOURCES = (*BLOCKS, "path", "url", "base64", "value")
 # of a block, to qwen_vl_utils: what keys say here, for all records
 _UNREAD = "fps nframes min_frames max_frames min_pixels max_pixels total_pixels resized_height "
 _UNREAD += "resized_width video_start video_end"
@@ -59,7 +59,7 @@ COLUMNS_OF = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-GRIDS = tuple(grid for _, grid in COLUMNS_OF.values())
+GRIDS = (*(grid for _, grid in COLUMNS_OF.values()), "audio_grid")
 
 
 # -- where a picture is

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from .families import FAMILIES
+from .families import FAMILIES, OLDER_PREFIXES
 from .families_rows import Family, Row
 from .tables import COLUMNS, Column
 
@@ -57,7 +57,7 @@ def _qwen2_vl(hf: Any) -> dict[str, Any]:
 
 
 for _name in ("qwen2_vl", "qwen2_5_vl"):
-    FAMILIES[_name] = _with_pictures(FAMILIES["qwen2"], derived=_qwen2_vl, older_names=True)
+    FAMILIES[_name] = _with_pictures(FAMILIES["qwen2"], derived=_qwen2_vl, prefixes=OLDER_PREFIXES)
 FAMILIES["qwen3_vl"] = _with_pictures(
     FAMILIES["qwen3"],
     constants={"qk_layernorm": True, "mrope_in_turns": True},
@@ -90,20 +90,20 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
             derived=lambda hf, text=_text: {**text.derived(hf), **_sections(hf, (11, 11, 10))},
         )
 
-_GIVEN = ("sample", "collator")
+GIVEN = ("sample", "collator")
 COLUMNS |= {
     # positions along time, height and width (part_pictures_data.rope_positions)
-    "rope_t": Column("token", "int64", to_model=True, given_by=_GIVEN),
-    "rope_h": Column("token", "int64", to_model=True, given_by=_GIVEN),
-    "rope_w": Column("token", "int64", to_model=True, given_by=_GIVEN),
+    "rope_t": Column("token", "int64", to_model=True, given_by=GIVEN),
+    "rope_h": Column("token", "int64", to_model=True, given_by=GIVEN),
+    "rope_w": Column("token", "int64", to_model=True, given_by=GIVEN),
     # pixel_values [patches, values per patch]; image_grid_thw [images, 3], the numbers of patches
     # along time, height and width
-    "pixel_values": Column("input", to_model=True, given_by=_GIVEN),
-    "image_grid_thw": Column("input", "int64", to_model=True, given_by=_GIVEN),
+    "pixel_values": Column("input", to_model=True, given_by=GIVEN),
+    "image_grid_thw": Column("input", "int64", to_model=True, given_by=GIVEN),
     # the same of videos, and seconds between the features of each, for generation alone
-    "second_per_grid_ts": Column("input", to_model=True, given_by=_GIVEN),
-    "pixel_values_videos": Column("input", to_model=True, given_by=_GIVEN),
-    "video_grid_thw": Column("input", "int64", to_model=True, given_by=_GIVEN),
+    "second_per_grid_ts": Column("input", to_model=True, given_by=GIVEN),
+    "pixel_values_videos": Column("input", to_model=True, given_by=GIVEN),
+    "video_grid_thw": Column("input", "int64", to_model=True, given_by=GIVEN),
     # index of each token's image feature in the micro-batch (with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
 }

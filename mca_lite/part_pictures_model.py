@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,16 +159,26 @@ def whole_config(hf_config: dict[str, Any]) -> Any:
 
 
 @functools.lru_cache(4)
-def tower_on_meta(hf_config: str) -> torch.nn.Module:
-    """transformers' vision module for a config.json, on the meta device. hf_config: the JSON text.
-    Cached.
+def modules_on_meta(hf_config: str) -> Any:
+    """transformers' model without its head for a config.json, of one layer, on the meta device.
+    hf_config: the JSON text. Cached.
     """
     import transformers
 
     hf = whole_config(json.loads(hf_config))
     hf.get_text_config().num_hidden_layers = 1
     with torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(hf).model.visual
+        return transformers.AutoModelForImageTextToText.from_config(hf).model
+
+
+def tensors_of(tower: torch.nn.Module) -> tuple[tuple[str, bool], ...]:
+    """(name, True if it is the weight of a linear) of a module's parameters."""
+    linears = {
+        f"{name}.weight"
+        for name, module in tower.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    return tuple((name, name in linears) for name, _ in tower.named_parameters())
 
 
 class Tower(torch.nn.Module):
@@ -175,25 +186,32 @@ class Tower(torch.nn.Module):
 
     def __init__(self, config: McaModelConfig):
         from transformers import AttentionInterface
-        from transformers.initialization import no_init_weights
 
         super().__init__()
         inputs: Any = config.inputs
         self.vision_config = inputs.vision_config
-        kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
-        with no_init_weights():
-            self.module = kind(self.vision_config)
+        self.num_deepstack = inputs.num_deepstack
+        self.module = self.made(type(inputs.on_meta.visual), self.vision_config, config, 1)
         for name, module in self.module.named_modules():
             if name in ("patch_embed.proj", "downsample"):
                 module.forward = functools.partial(_product_of_patches, module)
         if torch.cuda.is_available() and config.params_dtype != torch.float32:
             AttentionInterface.register(_VARLEN, varlen_attention)
             self.module.config._attn_implementation = _VARLEN
+
+    def made(self, of: Any, hf_config: Any, config: McaModelConfig, kind: int) -> Any:
+        """A module of transformers' class `of`, without weights, for this model's layout. kind: of
+        its inputs, see ckpt_megatron.may_rest."""
+        from transformers.initialization import no_init_weights
+
+        with no_init_weights():
+            module = of(hf_config)
         if config.recompute_granularity == "full":
-            self.module.gradient_checkpointing_enable()
-        for parameter in self.module.parameters():
+            module.gradient_checkpointing_enable()
+        for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-            parameter.may_rest = True  # see ckpt_megatron.may_rest
+            parameter.may_rest = kind
+        return module
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
         """Module._apply, which .to() and .half() use, except that buffers (position frequencies)
@@ -222,14 +240,18 @@ class Tower(torch.nn.Module):
         trained tower runs on an empty image whose feature is not used, so that every rank has a
         gradient for every DDP bucket; otherwise, or without autograd, the result is None.
         """
-        weight = next(self.parameters())
-        if pixel_values is None:
-            if not (self.is_trained and torch.is_grad_enabled()):
-                return None
-            pixel_values, image_grid_thw = empty_picture(self.vision_config, weight.device)
-        output = self.module(pixel_values.to(weight.dtype), grid_thw=image_grid_thw)
-        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        if pixel_values is None and not (self.is_trained and torch.is_grad_enabled()):
+            return None
+        features = self.features_of(self.module, pixel_values, image_grid_thw)
         return [F.pad(x, (0, 0, 1, 0)) for x in features]
+
+    def features_of(self, module: Any, pixel_values: Any, image_grid_thw: Any) -> Any:
+        """A vision module's [embedded, *deepstack], each [n, h]; of an empty image without one."""
+        weight = next(module.parameters())
+        if pixel_values is None:
+            pixel_values, image_grid_thw = empty_picture(self.vision_config, weight.device)
+        output = module(pixel_values.to(weight.dtype), grid_thw=image_grid_thw)
+        return [output.pooler_output, *getattr(output, "deepstack_features", ())]
 
 
 # -- the inputs of a model
@@ -250,7 +272,19 @@ _REMEDY_AHEAD = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of 
 class Pictures(Inputs):
     """Image inputs of a model, with a Tower on the first pipeline stage. Methods are described in
     Inputs.
+
+    tower: the class of its module. more_columns: those that it takes beside pixels and grids.
+    grids: columns that tell of an input, of each kind of which a step may have none.
     """
+
+    tower: type[Tower] = Tower
+    more_columns: tuple[str, ...] = ()
+    grids: tuple[tuple[str, ...], ...] = (tuple(grid for _, grid in COLUMNS_OF.values()),)
+
+    @property
+    def on_meta(self) -> Any:
+        """modules_on_meta of this model."""
+        return modules_on_meta(json.dumps(self.hf_config, sort_keys=True))
 
     @functools.cached_property
     def whole(self) -> Any:
@@ -269,19 +303,13 @@ class Pictures(Inputs):
         return self.whole.vision_config
 
     @property
-    def token_ids(self) -> tuple[int, int]:
+    def token_ids(self) -> tuple[int, ...]:
         """The placeholder tokens of pictures and of videos."""
         return self.whole.image_token_id, getattr(self.whole, "video_token_id", -1)
 
     @property
     def tensors(self) -> tuple[tuple[str, bool], ...]:
-        tower = tower_on_meta(json.dumps(self.hf_config, sort_keys=True))
-        linears = {
-            f"{name}.weight"
-            for name, module in tower.named_modules()
-            if isinstance(module, torch.nn.Linear)
-        }
-        return tuple((name, name in linears) for name, _ in tower.named_parameters())
+        return tensors_of(self.on_meta.visual)
 
     @property
     def num_deepstack(self) -> int:
@@ -306,12 +334,12 @@ class Pictures(Inputs):
     def build(self, model: Any) -> None:
         self.axial_rope = AxialRope(self.config)
         if model.pre_process:
-            model.vision_model = Tower(self.config)
+            model.vision_model = self.tower(self.config)
 
     def embed(  # type: ignore[override]
         self, model: Any, hidden: torch.Tensor, shared: dict[str, Any], rope_t: torch.Tensor,
         rope_h: torch.Tensor, rope_w: torch.Tensor,
-        image_slot: Any = None, pixel_values: Any = None, image_grid_thw: Any = None,
+        image_slot: Any = None, pixel_values: Any = None, image_grid_thw: Any = None, **more: Any,
     ) -> tuple[Any, list[Any], Callable[..., Any] | None]:  # fmt: skip
         """Inputs.embed for images: runs the vision tower on the first pipeline stage. On every
         stage it adds the rotary tables for this rank's positions to `shared`."""
@@ -319,7 +347,7 @@ class Pictures(Inputs):
         shared["rope_tables"] = self.axial_rope.tables(positions, self.config.params_dtype)
         if not model.pre_process:
             return hidden, [], None
-        features = model.vision_model(pixel_values, image_grid_thw)
+        features = model.vision_model(pixel_values, image_grid_thw, **more)
         if features is None:
             return hidden, [], None
 
@@ -347,8 +375,9 @@ class Pictures(Inputs):
             return _without_pictures(batch)
         joined = _without_pictures(batch)
         for names in zip(*COLUMNS_OF.values(), strict=True):
-            joined[names[0]] = torch.cat([batch[name] for name in names if name in batch])
-        return joined
+            if found := [batch[name] for name in names if name in batch]:
+                joined[names[0]] = torch.cat(found)
+        return joined | {name: batch[name] for name in self.more_columns if name in batch}
 
     def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with image_slot added. ValueError if its image placeholders and features differ
@@ -379,8 +408,8 @@ class Pictures(Inputs):
         positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
         return inputs if has_pictures(batch) else _without_pictures(inputs), positions
 
-    def parameters_of(self, model: Any) -> list[torch.nn.Parameter]:
-        return list(model.base_model.visual.parameters())
+    def parameters_of(self, model: Any) -> list[list[torch.nn.Parameter]]:
+        return [list(model.base_model.visual.parameters())]
 
     def unused(self, model: Any, columns: dict[str, Any]) -> Any:
         if any(pixels in columns for pixels, _ in COLUMNS_OF.values()):
@@ -391,9 +420,10 @@ class Pictures(Inputs):
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         return sum(feature.sum() for feature in features) * 0
 
-    def rests(self, micro_batches: list[dict[str, Any]]) -> bool:
-        [seen] = largest(int(any(map(has_pictures, micro_batches))))
-        return not seen
+    def rests(self, micro_batches: list[dict[str, Any]]) -> set[int]:
+        seen = [batch for batch in micro_batches if has_pictures(batch)]
+        found = [any(name in batch for batch in seen for name in names) for names in self.grids]
+        return {kind for kind, is_seen in enumerate(largest(*map(int, found)), 1) if not is_seen}
 
     def work(self, model: Any) -> InputWork:
         """The vision tower's training FLOPs per image patch, as an InputWork: forward, and backward
@@ -402,7 +432,7 @@ class Pictures(Inputs):
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
         weights = 0.0
-        for name in filter(self.owns, source.names()):
+        for name in filter(re.compile("model.visual.").match, source.names()):
             shape = source.shape(name)
             if len(shape) > 1 and "pos" not in name:  # no table of positions
                 is_merged = "merger" in name or "downsample" in name
@@ -436,7 +466,7 @@ class Pictures(Inputs):
             return 0.0
         vision = self.vision_config
         channels = getattr(vision, "embed_dim", vision.hidden_size)
-        mlp = tower_on_meta(json.dumps(self.hf_config, sort_keys=True)).blocks[0].mlp
+        mlp = self.on_meta.visual.blocks[0].mlp
         columns = max(max(matrix.shape) for matrix in mlp.parameters())
         of_channel, of_column = _KEPT.get(vision.hidden_act, _KEPT["silu"])
         layer = width * (of_channel * channels + of_column * columns)

@@ -54,6 +54,12 @@ PARTS = {
         "video_fps:2.0 video_maxlen:128 video_max_pixels:65536 video_min_pixels:256",
         needs="pictures",
     ),
+    "audio": Part(
+        "part_audio_families part_audio part_audio_model",
+        "",
+        provides="audio qwen3_omni_moe_thinker",
+        needs="pictures",
+    ),
     "freeze": Part(
         "part_freeze_keys part_freeze",
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "

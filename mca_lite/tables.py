@@ -481,7 +481,7 @@ CORE_ATTENTIONS = {"sinks": "part_sinks:FlashWithSinks"}
 # tensor format of files that differs from the model's -> module that converts both ways
 TENSOR_FORMATS = {"stacked_experts": "part_stacked"}
 # kind of model input beside text -> its class, a subclass of inputs.Inputs
-INPUTS = {"pictures": "part_pictures_model:Pictures"}
+INPUTS = {"pictures": "part_pictures_model:Pictures", "audio": "part_audio_model:Hears"}
 
 
 # -- columns of a micro-batch

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from . import families, families_rows, world
 from .errors import refuse
-from .families import FAMILIES, OLDER_PREFIXES
+from .families import FAMILIES, OLDER_PREFIXES, THINKER_PREFIXES
 from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD, has_value_head
 from .files import (
     HF_CONFIG_NAME,
@@ -264,30 +264,23 @@ def file_tensors(
                 yield file_name, tensor, part.mT if is_stacked and tensor.dim() == 3 else part
 
 
-# -- names in models with pictures: files may use older names than transformers' modules
+# -- names in models with pictures: files may use others than transformers' modules
 
 
-def is_older(names: Iterable[str]) -> bool:
-    """True if tensor names in a file are older than transformers' module names: they begin with
-    "visual." instead of "model.visual."."""
-    return any(name.startswith("visual.") for name in names)
+def prefixes_of(names: Iterable[str]) -> dict[str, str]:
+    """{prefix of transformers' modules: prefix of tensors with these names}, where they differ."""
+    names = tuple(names)
+    for prefixes in (OLDER_PREFIXES, THINKER_PREFIXES):
+        if any(name.startswith(prefixes["model.visual."]) for name in names):
+            return prefixes
+    return {}
 
 
-def newer_name(name: str) -> str:
-    """The name of a tensor in transformers' module, given its name in an older file:
-    "model.visual.x" for "visual.x"."""
-    for newer, older in OLDER_PREFIXES.items():
-        if name.startswith(older):
-            return newer + name.removeprefix(older)
-    return name
-
-
-def older_name(name: str) -> str:
-    """The name of a tensor in an older file, given its name in transformers' module: "visual.x" for
-    "model.visual.x"."""
-    for newer, older in OLDER_PREFIXES.items():
-        if name.startswith(newer):
-            return older + name.removeprefix(newer)
+def with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """The name with the first prefix that it has replaced. prefixes: (old, new)."""
+    for old, new in prefixes:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
     return name
 
 
@@ -300,9 +293,9 @@ class SafetensorsSource:
     """A TensorSource for the safetensors of a folder or hub model. Tensors have the names of
     transformers' modules, and single experts the names used by most files.
 
-    is_older: True if the files use older names. stored: the names before stacked experts are split
-    and older names replaced. format: how the files stack experts (part_stacked.format_of), "" if
-    they do not.
+    prefixes: those of transformers' modules -> those of the files, where they differ. stored: the
+    names before stacked experts are split and prefixes replaced. format: how the files stack
+    experts (part_stacked.format_of), "" if they do not.
     """
 
     def __init__(self, model_name_or_path: str):
@@ -316,9 +309,9 @@ class SafetensorsSource:
         if any(map(_STACKED.fullmatch, in_files)):
             self.format = _stacked_experts().format_of(in_files)
             self._slices = _stacked_experts().unstacked(in_files, self.format)
-        self.is_older = is_older(self._slices)
-        if self.is_older:
-            self._slices = {newer_name(name): part for name, part in self._slices.items()}
+        self.prefixes = prefixes_of(self._slices)
+        to_modules = [(old, new) for new, old in self.prefixes.items()]
+        self._slices = {with_prefix(name, to_modules): part for name, part in self._slices.items()}
 
     def names(self) -> KeysView[str]:
         """The tensor names, in the order of the files."""
@@ -700,10 +693,10 @@ def in_words_of(
         form, names = original.format, original.stored
     if form:
         tensors = _stacked_experts().stacked(tensors, form, names)
-    older = family is not None and family.older_names
+    prefixes = {} if family is None else family.prefixes
     if original is not None:
-        older = original.is_older
-    return ((older_name(name), tensor) if older else (name, tensor) for name, tensor in tensors)
+        prefixes = original.prefixes
+    return ((with_prefix(name, prefixes.items()), tensor) for name, tensor in tensors)
 
 
 def carried_tensors(

@@ -347,9 +347,12 @@ def test_blocks_of_text_are_read():
     record += [assistant([{"type": "text", "text": "Fi"}, {"type": "text", "value": "ve."}])]
     tokenizer, part = encode_messages(record, TEMPLATES["qwen3"])
     assert part.ids.tolist() == encode_messages(CALLS[:4], TEMPLATES["qwen3"])[1].ids.tolist()
-    for block in ({"type": "audio", "value": "x"}, {"type": "text"}, "text"):
+    for block in ({"type": "file", "value": "x"}, {"type": "text"}, "text"):
         with pytest.raises(ValueError, match="t.json:1: content: expected .* only these"):
             encode_messages([user("Hi"), assistant([block])], CHATML)
+    heard = [user([{"type": "audio", "audio": "x"}]), assistant("a")]
+    with pytest.raises(ValueError, match="has pictures, videos or audio .* the model reads text"):
+        encode_messages(heard, CHATML)
 
 
 # -- keys of messages

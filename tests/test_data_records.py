@@ -370,7 +370,7 @@ def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
         ),
         ({"messages": [{"role": "bot", "content": "a"}]}, "openai", "unknown role 'bot'"),
         ({"messages": [{"role": "user"}]}, "openai", "neither content nor tool_calls"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "openai", "only these"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "openai", "only these"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "sharegpt", "unknown role 'alien'"),
         ({"conversations": "a"}, "sharegpt", "'conversations': expected a list, got 'a'"),
         (
@@ -511,7 +511,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         "hub": {"ms_hub_url": "a/b"},
         "pairs": {"file_name": "x.jsonl", "ranking": True},
         "typo": {"file_name": "x.jsonl", "columns": {"promt": "text"}},
-        "film": {"file_name": "x.jsonl", "columns": {"audios": "audios"}},
+        "film": {"file_name": "x.jsonl", "columns": {"films": "films"}},
         "gone": {"file_name": "gone.json"},
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
@@ -530,7 +530,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         ("hub", "hub: set file_name or hf_hub_url instead of ms_hub_url"),
         ("pairs", "stage dpo"),
         ("typo", "columns: no use for 'promt': expected prompt, query"),
-        ("film", "columns: no use for 'audios'"),
+        ("film", "columns: no use for 'films'"),
         ("gone", "there is no file"),
         ("hubb", "expected a file, a folder, or a name in .*it has .*hub"),
     ]:

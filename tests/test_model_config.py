@@ -544,7 +544,7 @@ def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monke
 PICTURES = dict(vision_config={}, text_config={})
 NO_MEDIA = (
     "of models with images, audio or video glm4v, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, "
-    "qwen3_vl, qwen3_vl_moe are trained here"
+    "qwen3_omni_moe_thinker, qwen3_vl, qwen3_vl_moe are trained here"
 )
 PLAIN = "use_mca: false"
 ALONE = "its language model, saved alone as "

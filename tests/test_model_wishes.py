@@ -51,6 +51,12 @@ WITHOUT_EFFECT = {
     "_sliding_window_pattern": "layer_types holds what follows from it",
     "no_rope_layer_interval": "no_rope_layers holds what follows from it",
     "vision_config": "transformers' module is made of it, whatever it says",
+    "audio_config": "transformers' module is made of it, whatever it says",
+    "audio_token_id": "it is read from the copy of config.json, for each batch",
+    **dict.fromkeys(
+        "audio_start_token_id position_id_per_seconds seconds_per_chunk user_token_id".split(),
+        "of videos with sound, and of the processor that makes the prompts",
+    ),
     "image_token_id": "it is read from the copy of config.json, for each batch",
     **dict.fromkeys(
         "video_token_id vision_start_token_id vision_end_token_id image_start_token_id "
@@ -99,7 +105,8 @@ def bases() -> dict[str, list]:
     dense = dict(mlp_only_layers=[0])
     configs += [tiny_moe.hf_config(name, **dense) for name in ("qwen2_moe", "qwen3_next")]
     configs += [pictures.hf_config(name) for name in pictures.FAMILIES]
-    configs += [pictures.hf_config("qwen3_vl_moe", **dense)]
+    of_dense_layers = ("qwen3_vl_moe", "qwen3_omni_moe_thinker")
+    configs += [pictures.hf_config(name, **dense) for name in of_dense_layers]
     window |= dict(max_window_layers=2)
     configs += [pictures.hf_config(name, **window) for name in ("qwen2_vl", "qwen2_5_vl")]
     out: dict[str, list] = {}

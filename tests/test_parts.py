@@ -118,12 +118,13 @@ def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
         assert f"\n  {word} (" not in seen["help"]
     for row, refused in seen["models"].items():
         [part] = [part for part, of in PARTS.items() if row in of.provides.split()]
-        files = files_of(part)
-        words = f" need part {part}, and {', '.join(files)} {'are' if files[1:] else 'is'} not in "
+        files = ", ".join(seen["missing"].get(part, {}).values())  # of those that it needs too
+        words = f" need part {part}, and {files} {'are' if ',' in files else 'is'} not in "
         found = [r for key, reason, r in refused if key == "model_type" and words in reason]
         assert len(found) == (part in seen["missing"])
         for remedy in found:
-            assert remedy.startswith(f"copy {part}'s files from ")
+            lacking = " and ".join(seen["missing"][part])
+            assert remedy.startswith(f"copy {lacking}'s files from ")
     for key, refused in seen["near"].items():
         [[_, reason, remedy]] = refused
         assert (reason, remedy) == ("no such key", key)

@@ -68,10 +68,11 @@ def trained(request, paths, tmp_path_factory):
 USUAL = [n for n in LAYOUTS if n not in (*ELSEWHERE, "cp2_packed", "ep2")]
 CELLS = thinned(FAMILIES, USUAL, EVERYWHERE, FEW)
 CELLS += thinned(FAMILIES, ELSEWHERE, [], []) + thinned(FAMILIES, ["cp2_packed"], CUT_ROWS, [])
-OF_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe"]
+OF_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_omni_moe_thinker"]
 CELLS += thinned(OF_EXPERTS, ["ep2"], [], [])
 # one layer a stage: refused below
-REFUSED = [("qwen3_vl", "pp2_vpp2"), ("qwen3_vl_moe", "pp2_vpp2")]
+OF_LAYERS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"]
+REFUSED = [(name, "pp2_vpp2") for name in OF_LAYERS]
 # experts and tensor parallelism need sequence parallelism
 REFUSED += [(name, layout) for name in OF_EXPERTS for layout in ("tp2", "tp2pp2")]
 CELLS = [cell for cell in CELLS if cell.values not in REFUSED]
@@ -106,12 +107,16 @@ def on_meta(family: str):
 @pytest.mark.parametrize("pieces", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_positions_are_those_of_transformers(family, pieces):
     document = pictures.document(torch.Generator().manual_seed(0), *pieces)
-    ids = document["input_ids"][None]
-    types = (ids == pictures.IMAGE).int()
-    grids = document.get("image_grid_thw")
-    wanted, _ = on_meta(family).get_rope_index(ids, types, image_grid_thw=grids)
+    # of a picture at the end, the token behind it has gone with the shift
+    ids = torch.nn.functional.pad(document["input_ids"], (0, 1), value=pictures.END)[None]
+    model, grids = on_meta(family), document.get("image_grid_thw")
+    if hasattr(model, "audio_tower"):
+        more = dict(attention_mask=torch.ones_like(ids))
+    else:
+        more = dict(mm_token_type_ids=(ids == pictures.IMAGE).int())
+    wanted, _ = model.get_rope_index(ids, image_grid_thw=grids, **more)
     got = torch.stack([document[name] for name in ("rope_t", "rope_h", "rope_w")])
-    assert torch.equal(got, wanted[:, 0])
+    assert torch.equal(got, wanted[:, 0, :-1])
 
 
 def test_positions_of_pictures_without_text_between_them():
@@ -527,17 +532,25 @@ def planned(path: str, **keys) -> tuple:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_counts_the_tower_on_the_first_stage(paths, family):
-    tower = AutoModelForImageTextToText.from_pretrained(paths[family]).model.visual
+    model = AutoModelForImageTextToText.from_pretrained(paths[family]).model
+    tower, audio = model.visual, getattr(model, "audio_tower", None)
     saved = SavedTensors(tower.parameters())
     with saved.hooks():  # one picture of 64 features, a row of pictures alone
         output = tower(torch.randn(256, pictures.CHANNELS), grid_thw=torch.tensor([[1, 16, 16]]))
     held = saved.bytes
     del output
+    if audio is not None:  # chunks of 13 features each, and of the rows that hold the most
+        saved = SavedTensors(audio.parameters())
+        with saved.hooks():
+            output = audio(torch.randn(8, 500), feature_lens=torch.tensor([500]))
+        held = max(held, saved.bytes * 64 / 65)
+        del output
     [whole], kept = planned(paths[family])
     assert kept == pytest.approx(held, rel=0.35)  # without mergers and the table of positions
     assert whole.activations > kept
     (first, second), _ = planned(paths[family], **PP2)
-    count = sum(parameter.numel() for parameter in tower.parameters())
+    towers = [tower] if audio is None else [tower, audio]
+    count = sum(parameter.numel() for of in towers for parameter in of.parameters())
     assert first.parameters - second.parameters == count - 32  # the final norm is on the second
     assert 0 < planned(paths[family], **FULL)[1] < kept
 
@@ -591,7 +604,8 @@ def in_bf16(path: str, out: str) -> tuple:
 
     args = TrainingArguments(output_dir="unused", bf16=True)
     [chunk] = AutoModel.from_pretrained(path, args)
-    frequencies = dict(chunk.vision_model.named_buffers())["module.rotary_pos_emb.inv_freq"]
+    buffers = dict(chunk.vision_model.named_buffers()).items()
+    [frequencies] = [x for name, x in buffers if name.endswith("rotary_pos_emb.inv_freq")]
     curve = pictures.train_ours(path, out, bf16=True, steps=1, export=False)
     return frequencies.tolist(), str(frequencies.dtype), curve
 

@@ -71,7 +71,8 @@ def of_transformers(path: str) -> list:
         document = prompt_with_picture()
         ids = document["input_ids"][None]
         more = {name: document[name] for name in ("pixel_values", "image_grid_thw")}
-        more["mm_token_type_ids"] = (ids == pictures.IMAGE).int()
+        if not hasattr(model.config, "audio_config"):
+            more["mm_token_type_ids"] = (ids == pictures.IMAGE).int()
     out = model.eval().generate(
         ids,
         attention_mask=torch.ones_like(ids),

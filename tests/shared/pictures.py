@@ -1,6 +1,7 @@
 """Tiny models with pictures, samples with random pixels, and their training in plain torch."""
 
 import json
+import re
 
 import torch
 
@@ -65,6 +66,22 @@ FAMILIES["qwen3_5_moe"] = (
     ),
     _QWEN3_TOWER,
 )
+# transformers counts 13 features for a chunk of 100 frames
+HEARING = dict(
+    d_model=16,
+    encoder_layers=2,
+    encoder_attention_heads=2,
+    encoder_ffn_dim=24,
+    num_mel_bins=8,
+    n_window=50,
+    n_window_infer=200,
+    conv_chunksize=3,
+    downsample_hidden_size=4,
+    output_dim=32,
+    max_source_positions=50,
+)
+FAMILIES["qwen3_omni_moe_thinker"] = FAMILIES["qwen3_vl_moe"]
+AUDIO_END, AUDIO_START, AUDIO = 3, 4, 9
 GLM_ROPE = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 FAMILIES["glm4v"] = (
     dict(num_attention_heads=2, rope_parameters=GLM_ROPE),
@@ -86,6 +103,13 @@ def hf_config(family: str, tied: bool = False, **of_text):
 
     text, vision = FAMILIES[family]
     of = "image" if family == "glm4v" else "vision"
+    more = {f"{of}_start_token_id": START, f"{of}_end_token_id": END}
+    if family == "qwen3_omni_moe_thinker":
+        more |= {
+            "audio_config": HEARING,
+            "audio_token_id": AUDIO,
+            "audio_start_token_id": AUDIO_START,
+        }
     return AutoConfig.for_model(
         family,
         text_config={**TEXT, **text, **of_text},
@@ -93,7 +117,7 @@ def hf_config(family: str, tied: bool = False, **of_text):
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         tie_word_embeddings=tied,
-        **{f"{of}_start_token_id": START, f"{of}_end_token_id": END},
+        **more,
     )
 
 
@@ -115,12 +139,16 @@ def save_model(folder, family: str, seed: int = 0, **changes) -> str:
 
 def document(generator, *pieces, is_timed: bool = False, seconds: float | None = None) -> dict:
     """A shifted document of pieces in their order: a number of random text tokens, the (height,
-    width) of a picture in features, or the (times, height, width) of a video.
+    width) of a picture in features, the (times, height, width) of a video, or a float, the number
+    of frames of an audio.
 
     is_timed: two tokens of text stand before each time of a video. seconds: between times, for a
     model whose positions count four for a second.
     """
+    from mca_lite.part_audio import num_tokens
     from mca_lite.part_pictures_data import COLUMNS_OF, rope_positions
+
+    frames: list[int] = []
 
     def text(count: int) -> list[int]:
         return torch.randint(10, tiny.VOCAB, (count,), generator=generator).tolist()
@@ -130,6 +158,10 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
     for piece in pieces:
         if isinstance(piece, int):
             ids += text(piece)
+            continue
+        if isinstance(piece, float):
+            frames.append(int(piece))
+            ids += [AUDIO_START] + [AUDIO] * num_tokens(frames[-1], 50) + [AUDIO_END]
             continue
         *times, height, width = piece
         kind, token = ("video", VIDEO) if times else ("image", IMAGE)
@@ -146,7 +178,7 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
             runs.append(grid)
         steps += [4 * seconds if times and seconds else 1.0] * (len(runs) - len(steps))
     ids = torch.tensor(ids)
-    is_placeholder = (ids == IMAGE) | (ids == VIDEO)
+    is_placeholder = (ids == IMAGE) | (ids == VIDEO) | (ids == AUDIO)
     labels = torch.where(is_placeholder | (ids == START), -100, ids)[1:]
     labels[:2] = -100
     out = dict(input_ids=ids[:-1], labels=labels)
@@ -158,6 +190,11 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
             out[name] = torch.tensor(grids[kind])
             patches = int(out[name].prod(1).sum())
             out[pixels] = torch.randn(patches, CHANNELS, generator=generator)
+    if frames:
+        out["audio_lengths"] = torch.tensor(frames)
+        out["audio_grid"] = torch.tensor([[1, MERGE, MERGE * num_tokens(n, 50)] for n in frames])
+        bins = HEARING["num_mel_bins"]
+        out["input_features"] = torch.randn(sum(frames), bins, generator=generator)
     if grids["video"] and seconds:
         out["second_per_grid_ts"] = torch.full((len(grids["video"]),), seconds)
     return out
@@ -167,6 +204,7 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
 WHOLE = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     "second_per_grid_ts",
+    *("input_features", "audio_lengths", "audio_grid"),
 )
 
 
@@ -275,10 +313,10 @@ def train_plain(path: str, out: str, adapt=None, data=None, device="cpu") -> lis
 LINEARS = r"model\.language_model\..*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z|a|b))"
 
 
-# those of the text, of the vision tower, and of the projector behind it
+# those of the text, of the vision tower and the projector behind it, and of the audio tower
 EVERY_LINEAR = (
-    rf"{LINEARS}|model\.visual\.(blocks|merger|deepstack_merger_list)\..*"
-    r"(qkv|proj|fc\d|mlp\.[02])"
+    rf"{LINEARS}|model\.visual\.(blocks|merger(_list)?|deepstack_merger_list)\..*"
+    r"(qkv|proj|fc\d|mlp\.[02])|model\.audio_tower\.(.*_proj|.*fc\d|conv_out|proj\d)"
 )
 
 
@@ -287,7 +325,10 @@ def with_peft(folder: str, model, targets: str = LINEARS):
     saved to `folder`."""
     from peft import LoraConfig, get_peft_model
 
-    spec = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    # where transformers fuses the files' experts, PEFT takes a pattern as names of leaves
+    names = [name for name in names if re.fullmatch(targets, name)]
+    spec = LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, spec)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -316,8 +357,16 @@ def loss_of(model, document: dict) -> torch.Tensor:
     """The sum of a document's losses, by transformers' positions."""
     ids = document["input_ids"][None]
     more = {name: document[name] for name in WHOLE if name in document}
-    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **more).logits[0]
+    if hasattr(model.config, "audio_config"):
+        more["attention_mask"] = torch.ones_like(ids)
+    else:
+        more["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    if more.pop("audio_grid", None) is not None:
+        lengths = more.pop("audio_lengths")
+        spectra = more["input_features"].split(lengths.tolist())
+        more["input_features"] = torch.nn.utils.rnn.pad_sequence(spectra, batch_first=True).mT
+        more["feature_attention_mask"] = torch.arange(int(lengths.max())) < lengths[:, None]
+    logits = model(input_ids=ids, use_cache=False, **more).logits[0]
     return torch.nn.functional.cross_entropy(
         logits.float(), document["labels"], ignore_index=-100, reduction="sum"
     )

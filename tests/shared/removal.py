@@ -38,6 +38,8 @@ MODELS = {
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl_moe",
     "glm4v": "glm4v",
+    "audio": "qwen3_omni_moe_thinker",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_thinker",
     "qwen3_5": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
 }

@@ -106,6 +106,8 @@ WITHOUT_EFFECT = {
         for family in ("solar_open", "qwen3_5_moe_text", "qwen3_5_moe")
     },
     ("qwen3_vl_moe", "sliding_window"): "transformers unsets it",
+    ("qwen3_omni_moe_thinker", "sliding_window"): "transformers' attention unsets it",
+    ("qwen3_omni_moe_thinker", "initializer_range"): "that of text_config decides",
     ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
     "transformers: moe_aux_loss_coeff decides",
 }

@@ -1,0 +1,126 @@
+"""Audio in a language model: transformers' audio module beside the one for pictures. A step
+updates those of which it has an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from .inputs import Media
+from .model_config import McaModelConfig
+from .part_audio import Hearing
+from .part_pictures_model import Pictures, Tower, tensors_of
+
+_COLUMNS = ("input_features", "audio_lengths", "audio_grid")
+
+
+def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tensor:
+    """An audio module's features [n, h] of spectra [frames, bins]; None: of a chunk of zeros."""
+    weight = module.conv_out.weight
+    if spectra is None:  # bf16 convolutions of a frame or two have gradients that are NaN on CPUs
+        spectra = weight.new_zeros(2 * module.n_window, module.num_mel_bins)
+        lengths = torch.tensor([len(spectra)], device=weight.device)
+    return module(spectra.t().to(weight.dtype), feature_lens=lengths).last_hidden_state
+
+
+class Towers(Tower):
+    """transformers' modules for pictures and for audio."""
+
+    def __init__(self, config: McaModelConfig):
+        super().__init__(config)
+        inputs: Any = config.inputs
+        audio = self.made(type(inputs.on_meta.audio_tower), inputs.whole.audio_config, config, 2)
+        self.module = torch.nn.ModuleDict({"visual": self.module, "audio_tower": audio})
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None,
+        input_features: torch.Tensor | None = None,
+        audio_lengths: torch.Tensor | None = None,
+        audio_grid: Any = None,
+    ) -> list[torch.Tensor] | None:
+        """Features as Tower's: those of pictures, and then those of audios."""
+        is_idle = not (self.is_trained and torch.is_grad_enabled())
+        found: list[tuple[bool, list[torch.Tensor]]] = []
+        if pixel_values is not None or not is_idle:
+            images = self.features_of(self.module["visual"], pixel_values, image_grid_thw)
+            found.append((pixel_values is None, images))
+        if input_features is not None or not is_idle:
+            audio = heard(self.module["audio_tower"], input_features, audio_lengths)
+            nothing = [torch.zeros_like(audio)] * self.num_deepstack
+            found.append((input_features is None, [audio, *nothing]))
+        if not found:
+            return None
+        found.sort(key=lambda pair: pair[0])  # those of no input stand behind, where no slot is
+        features = zip(*(of_kind for _, of_kind in found), strict=True)
+        return [F.pad(torch.cat(of_layer), (0, 0, 1, 0)) for of_layer in features]
+
+
+class Hears(Pictures):
+    """Inputs of a model that reads pictures and audio."""
+
+    tower = Towers
+    more_columns = _COLUMNS
+    grids = (*Pictures.grids, ("audio_grid",))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*super().token_ids, self.whole.audio_token_id)
+
+    @property
+    def tensors(self) -> tuple[tuple[str, bool], ...]:
+        audio = tensors_of(self.on_meta.audio_tower)
+        return (
+            *((f"visual.{name}", is_linear) for name, is_linear in super().tensors),
+            *((f"audio_tower.{name}", is_linear) for name, is_linear in audio),
+        )
+
+    def owns(self, name: str) -> bool:
+        return super().owns(name) or name.startswith("model.audio_tower.")
+
+    def media(self, folder: Path, tokenizer: Any, keys: Any) -> Media:
+        return Hearing.of(folder, self.whole.to_dict(), tokenizer, keys)
+
+    def for_transformers(
+        self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
+    ) -> tuple[dict[str, Any], Any]:
+        inputs, positions = super().for_transformers(batch, inputs, positions, is_padding)
+        spectra, lengths, _ = (inputs.pop(name, None) for name in _COLUMNS)
+        if spectra is not None:
+            padded = pad_sequence(spectra.split(lengths.tolist()), batch_first=True)
+            inputs["input_features"] = padded.mT
+            places = torch.arange(padded.shape[1], device=lengths.device)
+            inputs["feature_attention_mask"] = places < lengths[:, None]
+        return inputs, positions
+
+    def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
+        names = list(trained)
+        of_pictures = super().bytes_of_token(names, width)
+        if not any(".audio_tower." in name for name in names):
+            return of_pictures
+        audio = self.whole.audio_config
+        rows, frames, values = audio.num_mel_bins, 2 * audio.n_window, 0.0
+        for _ in range(3):  # each convolution's output, before and behind its GELU
+            rows, frames = (rows + 1) // 2, (frames + 1) // 2
+            values += 2 * audio.downsample_hidden_size * rows * frames
+        layer = 11 * audio.d_model + 2 * audio.encoder_ffn_dim  # as in _KEPT of pictures
+        kept = audio.encoder_layers * layer
+        if self.config.recompute_granularity == "full":
+            kept = audio.encoder_layers * audio.d_model + layer
+        return max(of_pictures, float(width * (values / frames + kept)))
+
+    def parameters_of(self, model: Any) -> list[list[torch.nn.Parameter]]:
+        return [*super().parameters_of(model), list(model.base_model.audio_tower.parameters())]
+
+    def unused(self, model: Any, columns: dict[str, Any]) -> Any:
+        unheard: Any = 0.0
+        if "input_features" not in columns:
+            unheard = heard(model.base_model.audio_tower, None, None).sum() * 0
+        return super().unused(model, columns) + unheard

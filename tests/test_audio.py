@@ -1,0 +1,394 @@
+"""Audio of conversations, and a model that hears, against transformers' own classes: its thinker
+alone, and within the files of a model that speaks too."""
+
+import functools
+import json
+import re
+import shutil
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
+
+from mca_lite.args import parse_args
+from mca_lite.run import make_plan
+from tests.shared import pictures, video_files, world
+from tests.shared.cells import shared_worlds, thinned
+from tests.shared.chats import assistant, user, write_records
+from tests.shared.commands import error_of, run_script
+from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
+from tests.shared.layouts import (
+    CP2,
+    DIST_OPT,
+    EP2,
+    FULL,
+    ONE_ROW,
+    OVERLAP,
+    PACKED,
+    PP2,
+    SAVE,
+    SP,
+    TP2,
+    TWO_ROWS,
+)
+from tests.shared.picture_files import PROCESSOR, TOKENS, draw, picture_tokenizer
+from tests.shared.training import assert_same_curve, read_log, train
+
+THINKER = "qwen3_omni_moe_thinker"
+LAYOUTS = {
+    "one": (1, TWO_ROWS),
+    "one_packed": (1, PACKED),
+    "torch": (1, {"backend": "torch", **TWO_ROWS}),
+    "torch_packed": (1, {"backend": "torch", **PACKED}),
+    "torch_dp2": (2, {"backend": "torch", **ONE_ROW}),
+    # in its first step one rank has a micro-batch with an audio, the other has none
+    "dp2_overlap": (2, {**OVERLAP, **ONE_ROW}),
+    "tp2_sp_packed": (2, {**TP2, **SP, **PACKED, **FULL, **DIST_OPT}),
+    "pp2": (2, {**PP2, **TWO_ROWS}),
+    "cp2": (2, {**CP2, **TWO_ROWS}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "tp2sp_pp2_packed": (4, {**TP2, **SP, **PP2, **PACKED}),
+    "cp2tp2_sp": (4, {**CP2, **TP2, **SP, **TWO_ROWS}),
+    "ep2": (2, {**EP2, **DIST_OPT, **ONE_ROW}),
+}
+# frames of audios are floats: without a picture, between pictures, in several chunks
+SHAPES = [
+    [(3, 40.0, 5), (7, (1, 3), 4), (9,), (6,)],
+    [(130.0, 4), (3, (2, 1), 2, 16.0, 5), (2, 8.0, (2, 2), 9.0, 6), (8,)],
+    [(7,), (5,), (11,), (9,)],
+    [(5,), (6, 1.0, 3), (4, 210.0, 3, 100.0, 4), (5,)],  # the tower of pictures rests
+    [(4, (2, 2), (2, 1), 3), (9,), (3, (5, 1), 4), (7,)],  # that of audio rests
+]
+
+
+def documents() -> list[dict]:
+    generator = torch.Generator().manual_seed(3)
+    return [pictures.document(generator, *pieces) for step in SHAPES for pieces in step]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return pictures.save_model(tmp_path_factory.mktemp("model") / "model", THINKER)
+
+
+@pytest.fixture(scope="module")
+def wanted(path, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain") / "plain"
+    return pictures.train_plain(path, str(out), data=documents()), out
+
+
+@pytest.fixture(scope="module")
+def trained(request, path, tmp_path_factory):
+    keys = dict(run=pictures.train_ours, data=documents())
+    return shared_worlds(request, tmp_path_factory, LAYOUTS, lambda n: ((path,), {}), **keys)
+
+
+@pytest.mark.parametrize(
+    "case, layout", thinned([THINKER], LAYOUTS, [], ["torch", "tp2_sp_packed"])
+)
+def test_audio_trains_as_transformers_does(case, layout, wanted, trained):
+    (curve, folder), (ranks, out) = wanted, trained(layout)
+    for got in ranks:
+        assert_same_curve(got[case], curve)
+    assert_same_tensors(tensors(out / case), tensors(folder))
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(path, tmp_path):
+    """Two steps are before the checkpoint; audio is in the second alone."""
+    found = documents()
+    data = found[16:] + found[:4] + found[12:16] + found[4:8]
+    keys = {**pictures.KEYS, **TWO_ROWS, **SAVE, "steps": 4, "data": data}
+    run = functools.partial(world.run, train, 2, path, str(tmp_path), **keys)
+    whole = run(**DIST_OPT)[0]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = run(**PP2, resume_from_checkpoint="auto")[0]
+    assert_same_curve(resumed, whole)
+
+
+# -- within a model that speaks
+
+TALKER = dict(
+    text_config=dict(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=30,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+    ),
+    code_predictor_config=dict(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=20,
+        num_code_groups=2,
+    ),
+    thinker_hidden_size=32,
+    num_code_groups=2,
+    spatial_merge_size=2,
+)
+CODE2WAV = dict(
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    intermediate_size=16,
+    codebook_size=20,
+    num_quantizers=2,
+    decoder_dim=16,
+    upsample_rates=[2],
+    upsampling_ratios=[2],
+)
+
+
+def save_speaking_model(folder: Path, **of_text) -> str:
+    """Save a tiny Qwen3-Omni with random weights."""
+    from transformers import AutoConfig, Qwen3OmniMoeForConditionalGeneration
+
+    config = AutoConfig.for_model(
+        "qwen3_omni_moe",
+        thinker_config=pictures.hf_config(THINKER, **of_text).to_dict(),
+        talker_config=TALKER,
+        code2wav_config=CODE2WAV,
+    )
+    torch.manual_seed(0)
+    Qwen3OmniMoeForConditionalGeneration(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory) -> str:
+    return save_speaking_model(tmp_path_factory.mktemp("speaking") / "model")
+
+
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [(1, {"backend": "torch"}), (2, {**TP2, **SP, **PACKED})],
+    ids=("torch", "tp2_sp_packed"),
+)
+def test_the_thinker_of_a_model_that_speaks_trains_and_the_rest_is_carried(
+    speaking, ranks, keys, tmp_path
+):
+    out = tmp_path / "out"
+    Thinker.from_pretrained(speaking).save_pretrained(tmp_path / "thinker")
+    data = documents()[:16]
+    wanted = pictures.train_plain(str(tmp_path / "thinker"), str(tmp_path / "plain"), data=data)
+    keys = {**keys, "data": data, "steps": 4}
+    for got in world.run(pictures.train_ours, ranks, speaking, str(out), **keys):
+        assert_same_curve(got, wanted)
+    ours, theirs, before = (tensors(of) for of in (out, tmp_path / "plain", speaking))
+    assert ours.keys() == before.keys()
+    rest = {name: x for name, x in ours.items() if not name.startswith("thinker.")}
+    assert_same_bytes(rest, {name: before[name] for name in rest})
+    thinker = {name.removeprefix("thinker."): ours[name] for name in ours.keys() - rest.keys()}
+    assert_same_tensors(thinker, {n.removeprefix("thinker."): x for n, x in theirs.items()})
+    configs = [json.loads(Path(of, "config.json").read_text()) for of in (out, speaking)]
+    assert configs[0] == configs[1]
+
+
+def read_and_written(paths: list[str], out: str, **keys) -> None:
+    from mca_lite import AutoModel, TrainingArguments
+
+    for number, path in enumerate(paths):
+        args = TrainingArguments(output_dir="unused", **keys)
+        AutoModel.from_pretrained(path, args).save_pretrained(f"{out}/{number}")
+
+
+def test_files_are_written_as_they_were_read(path, speaking, tmp_path):
+    sources = [path, speaking]
+    world.run(read_and_written, 4, sources, str(tmp_path), **TP2, **SP, **PP2)
+    for number, source in enumerate(sources):
+        assert_same_bytes(tensors(tmp_path / str(number)), tensors(source))
+
+
+# -- in records
+
+TEMPLATE = video_files.TEMPLATE.replace("video", "audio").replace(
+    "<|vision_start|><|audio_pad|><|vision_end|>", "<|audio_start|><|audio_pad|><|audio_end|>"
+)
+AUDIO_TOKENS = ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+
+
+def write_sound(file: Path, seconds: float, rate: int = 16_000, channels: int = 1) -> str:
+    """Write a WAV file of noise -> its name."""
+    count = int(seconds * rate)
+    noise = np.random.default_rng(count).integers(-9000, 9000, (count, channels), dtype="<i2")
+    with wave.open(str(file), "wb") as sound:
+        sound.setnchannels(channels)
+        sound.setsampwidth(2)
+        sound.setframerate(rate)
+        sound.writeframes(noise.tobytes())
+    return file.name
+
+
+def save_whole_model(folder: Path):
+    """Save a tiny Qwen3-Omni with its tokenizer and processors -> the tokenizer."""
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    tokenizer = picture_tokenizer(TEMPLATE)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in AUDIO_TOKENS])
+    names = ("audio_bos_token", "audio_token", "audio_eos_token")
+    tokenizer.save_pretrained(folder)
+    more = dict(zip(names, AUDIO_TOKENS, strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=more)
+    save_speaking_model(folder, vocab_size=len(tokenizer), max_position_embeddings=512)
+    ids = tokenizer.convert_tokens_to_ids([*TOKENS, *AUDIO_TOKENS[:2]])
+    keys = "vision_start_token_id image_token_id vision_end_token_id audio_start_token_id "
+    keys += "audio_token_id"
+    config = json.loads((folder / "config.json").read_text())
+    config["thinker_config"] |= dict(zip(keys.split(), ids, strict=True))
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = dict(feature_size=8, sampling_rate=16_000, hop_length=160, n_fft=400)
+    settings |= dict(feature_extractor_type="WhisperFeatureExtractor", chunk_length=30)
+    settings |= {**PROCESSOR, "patch_size": 2, "max_pixels": 256, "min_pixels": 16}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+RECORDS = [
+    dict(audios=["a.wav"], question="<audio>what is it?"),
+    dict(audios=["b.wav", "a.wav"], images=["p.png"], question="<audio>and<image>, <audio>?"),
+    dict(question="nothing?"),
+    dict(audios=["c.wav"], question="<audio>why?"),
+]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """(folder, tokenizer): a model, and records in LLaMA-Factory's form."""
+    folder = tmp_path_factory.mktemp("records")
+    tokenizer = save_whole_model(folder / "model")
+    write_sound(folder / "a.wav", 0.5)
+    write_sound(folder / "b.wav", 1.23)
+    write_sound(folder / "c.wav", 0.0126)
+    draw(folder / "p.png", 12, 8)
+    rows = []
+    for number, record in enumerate(RECORDS):
+        more = {key: record[key] for key in ("audios", "images") if key in record}
+        turns = [user(record["question"]), assistant("y" * (number + 1))]
+        rows.append({"messages": turns, **more})
+    write_records(folder / "chats.jsonl", *rows)
+    return folder, tokenizer
+
+
+def losses_of(folder: Path, tokenizer, model, record: dict, answer: str) -> torch.Tensor:
+    """Losses of an answer by transformers' model, with its processors' inputs."""
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
+    content, columns = record["question"], {}
+    if sounds := record.get("audios"):
+        samples = []
+        for name in sounds:
+            with wave.open(str(folder / name)) as sound:
+                data = np.frombuffer(sound.readframes(sound.getnframes()), dtype="<i2")
+            samples.append(data.astype(np.float32) / 32768)
+        extractor = WhisperFeatureExtractor.from_pretrained(folder / "model")
+        keys = dict(sampling_rate=16_000, truncation=False, return_attention_mask=True)
+        found = [extractor(one, return_tensors="pt", padding=True, **keys) for one in samples]
+        spectra = [one["input_features"][0].t() for one in found]
+        masks = [one["attention_mask"][0] for one in found]
+        pad = torch.nn.utils.rnn.pad_sequence
+        columns["input_features"] = pad(spectra, batch_first=True).mT
+        columns["feature_attention_mask"] = pad(masks, batch_first=True)
+        for mask in masks:
+            count = int(_get_feat_extract_output_lengths(mask.sum()))
+            text = AUDIO_TOKENS[0] + AUDIO_TOKENS[1] * count + AUDIO_TOKENS[2]
+            content = content.replace("<audio>", text, 1)
+    if images := record.get("images"):
+        processor = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+        columns |= processor(images=[Image.open(folder / images[0])], return_tensors="pt")
+        count = int(columns["image_grid_thw"].prod()) // 4
+        content = content.replace("<image>", TOKENS[0] + TOKENS[1] * count + TOKENS[2])
+    prompt = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    texts = [f"{prompt}{answer}<|im_end|>", prompt]
+    ids, before = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    ids = torch.tensor([ids])
+    mask = torch.ones_like(ids)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **columns).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+    return losses[len(before) - 1 :]
+
+
+RUNS = {
+    "tp2": (2, "tensor_model_parallel_size=2 sequence_parallel=true packing=true"),
+    "torch": (1, "use_mca=false per_device_train_batch_size=2"),
+}
+
+
+@pytest.mark.parametrize("layout", RUNS)
+def test_the_first_loss_of_a_run_is_that_of_transformers(records, layout, tmp_path):
+    folder, tokenizer = records
+    model = Thinker.from_pretrained(folder / "model", dtype=torch.float32)
+    losses = [
+        losses_of(folder, tokenizer, model, record, "y" * (number + 1))
+        for number, record in enumerate(RECORDS)
+    ]
+    ranks, keys = RUNS[layout]
+    words = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} cutoff_len=128"
+    words += f" max_steps=1 logging_steps=1 eval_strategy=no save_strategy=no {keys}"
+    words += f" global_batch_size={2 if 'packing' in keys else 4} output_dir={tmp_path / 'out'}"
+    run_script(words, tmp_path, nproc=ranks)
+    [line] = read_log(tmp_path / "out")
+    assert line["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+
+
+def test_other_rates_and_channels_are_resampled(tmp_path):
+    from mca_lite.part_audio import Audio, read_sound, resampled
+
+    times = np.arange(44_100) / 44_100
+    tone = np.sin(2 * np.pi * 500 * times).astype(np.float32)
+    out = resampled(tone, 44_100)
+    assert len(out) == 16_000
+    right = np.sin(2 * np.pi * 500 * np.arange(16_000) / 16_000)
+    assert np.abs(out - right)[100:-100].max() < 2e-3
+    file = tmp_path / "two.wav"
+    write_sound(file, 0.1, rate=8_000, channels=2)
+    samples, count, rate = read_sound(Audio(str(file)), "here")
+    assert (samples.shape, count, rate) == ((800,), 800, 8_000)
+    assert len(resampled(samples, 8_000)) == 1_600
+
+
+WRONG = {
+    "mark": (dict(question="<audio>?"), "1 <audio> marks.* and 0 audios in the column audios"),
+    "video": (dict(videos=["a.mp4"], question="?"), "column 'videos' is there"),
+    "text": (dict(audios=["t.wav"], question="<audio>?"), "no WAV file.*mca-lite.audio"),
+    "short": (
+        dict(audios=["s.wav"], question="<audio>?"),
+        "takes 0.0050 seconds: expected at least 0.0126",
+    ),
+    "gone": (dict(audios=["none.wav"], question="<audio>?"), "there is no .*none.wav"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_records_that_cannot_be_are_refused(records, name, tmp_path, monkeypatch):
+    folder, _ = records
+    record, said = WRONG[name]
+    (tmp_path / "t.wav").write_text("no sound")
+    write_sound(tmp_path / "s.wav", 0.005)
+    more = {key: record[key] for key in ("audios", "videos") if key in record}
+    turns = [user(record["question"]), assistant("b")]
+    data = write_records(tmp_path / "a.jsonl", {"messages": turns, **more})
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    words = f"model_name_or_path={folder / 'model'} dataset={data} output_dir={tmp_path / 'out'}"
+    words += f" max_steps=1 cache_dir={tmp_path}"
+    assert re.search(said, error_of(lambda: make_plan(parse_args(words.split()))))
