@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .errors import expect
+
 _STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(\w+)")
 _OTHERS = "absmax quant_map nested_absmax nested_quant_map quant_state.bitsandbytes__nf4".split()
 # gpt_oss's experts and routers in Unsloth's files; the rows of gate and up alternate
@@ -42,6 +44,8 @@ class Nf4Slice:
         scales = self._of["absmax"][first:last]
         nested = self._of["nested_absmax"]
         if nested is None:
+            words = "absmax holds codes, and nested_absmax is missing: the file is damaged"
+            expect(scales.is_floating_point(), words)
             return scales.float()
         size = self._state["nested_blocksize"]
         values = self._of["nested_quant_map"][:][scales.int()]

@@ -468,3 +468,17 @@ def test_another_format_of_bitsandbytes_is_refused_by_name(packed_files, tmp_pat
         save_file(changed, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=words):
             SafetensorsSource(str(tmp_path))
+
+
+def test_codes_of_scales_without_their_numbers_are_refused():
+    from mca_lite.part_quantised_files import unpacked
+
+    state = list(json.dumps(dict(shape=[1, 64], blocksize=64)).encode())
+    codes = {
+        "w": torch.zeros(32, 1, dtype=torch.uint8),
+        "w.absmax": torch.zeros(1, dtype=torch.uint8),
+        "w.quant_map": torch.zeros(16),
+        "w.quant_state.bitsandbytes__nf4": torch.tensor(state, dtype=torch.uint8),
+    }
+    with pytest.raises(ValueError, match="nested_absmax is missing"):
+        unpacked(codes)["w"][0:1]
