@@ -112,8 +112,8 @@ def raise_flags(
     control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
 ) -> None:
     """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
-    in `args`, once `state` has counted a step. A run's last step does all of them, except those
-    whose strategy is "no". Flags that are set already stay set."""
+    in `args`, once `state` has counted a step. The step that reaches max_steps does all of them,
+    except those whose strategy is "no". Flags that are set already stay set."""
     last = state.is_over
 
     def is_time(strategy: str, interval: Any) -> bool:
@@ -211,7 +211,7 @@ class TrainerCallback:
     def on_prediction_step(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called after each step of a forward-only pass, such as an evaluation or a prediction."""
+        """Called after each step of an evaluation or a prediction."""
 
     def on_predict(
         self,

@@ -297,7 +297,7 @@ class Checkpoints:
 
     def resume(self, choice: str | bool | None) -> None:
         """Find the checkpoint to resume from, and load its state into the trainer and its
-        callbacks; without one nothing changes. choice: as in ckpt_folder.find. Raises
+        callbacks; without one neither changes. choice: as in ckpt_folder.find. Raises
         CheckpointError if the checkpoint cannot be resumed from. Collective."""
         trainer = self.trainer
         backend = trainer.backend

@@ -1,4 +1,4 @@
-"""A run from its arguments: planned once, then built and trained from the plan alone.
+"""A run from its arguments: planned once, then built and trained from the plan.
 
 make_plan() needs no process group. It reads configs, tokenizer, the weights' index, adapter and
 data, and refuses a model or data that do not fit, on every rank alike, before ranks meet. Later

@@ -8,8 +8,8 @@ python -m mca_lite inspect config.yaml [key=value ...] [options]
 
 python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
     configuration, weights' names and shapes, adapters, data, schedule and the checkpoint to resume;
-    the tensors of each rank and the batches of its first step. Nothing is written. Not tried:
-    memory (see `plan`), devices, messages between ranks
+    the tensors of each rank and the batches of its first step. Nothing of the run is written. Not
+    tried: memory (see `plan`), devices, messages between ranks
 
 Exit code: 0, or 2 for a run that would not begin: `error:` names the reason.
 """

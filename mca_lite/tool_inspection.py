@@ -1,7 +1,7 @@
 """Facts about a run before it begins: samples, rows and problems in its data; its ranks in a dry
 run.
 
-One process does this alone. The dry run (check) writes nothing.
+One process does this alone. The dry run (check) writes only temporary files.
 """
 
 import collections

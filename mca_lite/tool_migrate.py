@@ -4,8 +4,9 @@ python -m mca_lite migrate FILE > config.yaml
     FILE  YAML or JSON of axolotl, ms-swift, TRL, NeMo Automodel, mcore_adapter or LLaMA-Factory;
           TOML of torchtitan; or a shell script with one command of ms-swift, TRL or mcore_adapter
 
-Each line says the key that it comes from. Keys without effect, refused ones and unknown ones stay
-as comments, with the reason, or the nearest key. Exit code 3: there are refused or unknown keys.
+A line says which key it comes from, unless that is the same here. Keys without effect, refused ones
+and unknown ones stay as comments, with the reason, or the nearest key. Exit code 3: there are
+refused or unknown keys.
 """
 
 import difflib

@@ -3,8 +3,8 @@
 The oracle is a transformers model on global rank 0. It runs the micro-batches of all ranks one
 after another, in float32 for a bf16 layout and in float64 for a float32 layout. The bound comes
 from rounding: the same model runs once more in the layout's precision, and its distance from the
-oracle is the noise. The layout's distance may be FACTOR times the noise. Letters: s tokens in a
-row, h hidden size, V vocabulary.
+oracle is the noise. The layout's distance may be FACTOR times the noise, plus EXACT. Letters: s
+tokens in a row, h hidden size, V vocabulary.
 
 A tensor's name has two parts: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's or PEFT's
 name), ("losses", "micro-batch 0").

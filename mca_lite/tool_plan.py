@@ -126,8 +126,8 @@ def step_time(
     are unknown.
 
     memory: RankMemory of the fullest rank. lengths: token counts of the documents in one sample.
-    frozen: True if only adapters are trained. reference: extra forward passes per step, in units of
-    the model's forward pass. trained: the trained modules if others are frozen.
+    frozen: True if not all weights are trained. reference: extra forward passes per step, in units
+    of the model's forward pass. trained: the trained modules if others are frozen.
     """
     from .log import ModelWork, model_sizes, partial_work  # with torch
 

@@ -2,7 +2,7 @@
 changed.
 
 python -m mca_lite watch OUTPUT_DIR... [options]
-    reads only the logs in the folders: also from another machine that sees them, and before they
+    reads only files in the folders: also from another machine that sees them, and before they
     exist; ends on Ctrl-C, or when all runs have ended. Exit code 2 for a single frame without a run
 """
 
