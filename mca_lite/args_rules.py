@@ -109,8 +109,8 @@ def normalise_data(a: Keys) -> None:
 
 
 def check_data(a: Keys, judge: Judge) -> None:
-    """Check the keys of DataArguments against each other; add a Problem to `judge` for each broken
-    rule."""
+    """Check the keys of DataArguments, alone and against each other; add a Problem to `judge` for
+    each broken rule."""
     judge.apply(_DATA)
     names = [name_of_set(name) for name in a.eval_dataset or ()]
     judge.expect(

@@ -402,8 +402,9 @@ class ChatRenderer:
         it -> (end, first) per sample: messages[:end], with answers from index `first` on trained.
 
         Some templates strip thinking from earlier turns. The last sample is the whole conversation.
-        The sample before it ends with the last answer whose thinking the whole conversation lacks,
-        and so on. marked: the messages from _mark_thinking.
+        If the template strips some thinking from it, the sample before ends with the last answer up
+        to which that thinking is written; the samples before that one likewise. marked: the
+        messages from _mark_thinking.
         """
 
         @functools.cache
@@ -603,10 +604,12 @@ class ChatRenderer:
         return before, name.join(after)  # a tool's result may repeat the function's name
 
     def _prompt(self, text: str, before: str, messages: list[Message], number: int) -> int:
-        """The length of answer `number`'s prompt in `text`, or -1 if it cannot be located.
+        """The length in characters of answer `number`'s prompt in `text`, or -1 if it cannot be
+        located.
 
-        before: the text before the answer. The prompt is a prefix of it; if the history is written
-        differently there, the prompt ends with the header after the previous message.
+        before: the text before the answer. The prompt, rendered by itself, is a prefix of it. If
+        the template writes earlier messages differently there, the prompt ends with the header
+        that follows the previous message.
         """
         with contextlib.suppress(TemplateError):  # the template may refuse a part
             for prompt in self._prompts(before, messages[:number]):

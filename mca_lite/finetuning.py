@@ -95,9 +95,9 @@ class Finetuning:
         return []
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-        """Freeze the weights that are not trained, in place. Returns the model. Call it before
-        McaTrainer is made. seed: for the values of tensors that a subclass adds. dtype: of a
-        transformers model's frozen weights, for subclasses that add tensors.
+        """Freeze the weights that are not trained, in place, before McaTrainer is made -> the
+        model. Subclasses such as LoRA also add tensors: seed draws their initial values, and dtype
+        is that of a transformers model's frozen weights.
         """
         if self.trained is not None:
             host = host_of(model)

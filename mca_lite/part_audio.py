@@ -50,8 +50,9 @@ class Audio(Picture):
 
 
 def read_sound(audio: Audio, where: str, frames: bool = True) -> tuple[np.ndarray, int, int]:
-    """(float32 samples [n] of one channel, their number, samples of a second); without samples
-    unless `frames`. ValueError, with `where`, for a file that cannot be read.
+    """Read an audio file -> (waveform float32 [n], its channels averaged; n; sampling rate in Hz).
+    frames: False reads the header alone, and the waveform is empty. ValueError that names `where`
+    for a file that cannot be read.
     """
     file: Any = audio.path if audio.data is None else io.BytesIO(audio.data)
     try:

@@ -28,16 +28,16 @@ METRICS = (
 class PreferenceLoss(NamedTuple):
     """A preference loss that `pref_loss: <name>` selects: one row of LOSSES.
 
-    formula(responses, config): returns losses [P], or (losses, rewards of chosen, rewards of
-    rejected) with detached rewards; or "module:function" in this package. responses:
-    part_dpo_losses.Responses; config: a DPOConfig.
+    formula(responses, config): returns losses [P] of P pairs, or (losses, rewards of chosen,
+    rewards of rejected) with detached rewards; a string "module:function" names one in this
+    package. responses: part_dpo_losses.Responses; config: a DPOConfig.
     has_reference: True if the loss compares with a reference model.
     keys: configuration keys that the loss reads, except pref_ftx, pair_weight, use_weighting and
     ld_alpha, which most losses read.
     required: keys that must not be 0. excludes: keys that the loss cannot be combined with.
-    of_batch(responses, config, memory): returns two numbers, or two tensors [N], computed from the
-    N pairs of a global batch; the formula finds them in responses.of_batch. memory: a dict for
-    numbers to keep between steps. None: not needed.
+    of_batch: None, or a function of (responses, config, memory) for what a formula needs from all
+    N pairs of a global batch, such as a mean: two numbers or two tensors [N], which the formula
+    finds in responses.of_batch. memory: a dict that lasts from step to step.
     looks_ahead: True if of_batch reads the policy's log-probabilities, which takes one more forward
     pass per step.
     """

@@ -243,9 +243,9 @@ class KTOTrainer(DPOTrainer):
 
 
 class Mismatched(View):
-    """A view of labelled samples that gives each sample two documents: its own, and a mismatched
-    one, its prompt with the answer of the sample before it in its block. A block's first sample
-    gets the last one's answer.
+    """A view of labelled samples for KTO's estimate of the KL divergence. Each sample gets two
+    documents: its own, and a mismatched one, which joins its prompt with another sample's answer.
+    That is the sample before it in its block; for a block's first sample, the block's last one.
 
     block: samples per block; a sample alone in its block gets the answer of the sample before it in
     the data set. cutoff_len: maximum tokens of a mismatched document; None: no limit.

@@ -476,8 +476,9 @@ class LoraExperts(Adapter):
     """The LoRA adapters of an MoE layer's experts on this rank, stacked in one parameter per
     matrix.
 
-    names: for gate, up and down, the Hugging Face module of each expert on this rank. columns: f.
-    ep: the expert-parallel group. group: the expert-tensor-parallel group.
+    names: for gate, up and down, the Hugging Face module of each expert on this rank; empty for a
+    projection without adapters. columns: the experts' intermediate size on this rank. ep: the
+    expert-parallel group. group: the expert-tensor-parallel group.
     """
 
     is_expert = True

@@ -281,8 +281,8 @@ def pieces_of(model: Any) -> Iterator[Piece]:
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[Any]:
-    """Context in which the adapters have no effect, so that the model computes as its base does.
-    DPO uses it for the reference model.
+    """Context in which the adapters have no effect. The model then computes as its base does,
+    unless whole weights (modules_to_save) are trained too. DPO uses it for the reference model.
     """
     adapters = adapters_of(model)
     for adapter in adapters:

@@ -40,7 +40,8 @@ class PicturesArguments(ArgumentGroup):
 
     def check(self, judge: Judge) -> None:
         """Add Problems to `judge` if media_dir is no folder or the pixel limits contradict each
-        other. In a run, also if keys do not fit a model without a vision tower."""
+        other. In a run of a model without a vision tower, also for freeze keys that make no
+        sense there; other keys of images get a note."""
         judge.expect(
             os.path.isdir(self.media_dir or "."),
             "media_dir",

@@ -336,9 +336,9 @@ def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
 
 
 def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
-    """Set config.weight_format from a run's quantization keys -> words for the report, such as ",
-    base in nf4". Models and layouts that cannot be quantised are reported to `judge`. Not
-    collective."""
+    """Choose the format of frozen weights, such as nf4, by a run's quantization keys, and set it on
+    the model's config -> text for the report, such as ", base in nf4". Adds Problems to `judge`
+    for a model or layout that cannot be quantised. Not collective."""
     name = choose_by_keys(request.config, request.arguments, judge)
     for row, layer in quantised_layers(request.config):
         for module in modules_of(row, layer):

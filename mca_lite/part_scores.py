@@ -333,14 +333,14 @@ class ScoredTrainer(McaTrainer):
         return {}
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
-        """Hook: facts that identify the scoring model in a RowStore's identity. cache_dir: folder
-        that keeps file hashes.
+        """Hook: facts that identify the model whose scores are cached, such as the hashes of its
+        files: a cache of another model is not used. cache_dir: folder that keeps file hashes.
         """
         raise NotImplementedError  # DPOTrainer describes a reference, DistillTrainer a teacher
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Hook: compute the rows of samples `start` to `stop`, on every rank. ends: int64 [samples
-        + 1], cumulative row counts, starting at 0. Collective.
+        """Hook: compute the scores of samples `start` to `stop` as rows of numbers, on every rank.
+        ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
         """
         raise NotImplementedError  # DPOTrainer scores answers, DistillTrainer gives tokens' top k
 

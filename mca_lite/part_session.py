@@ -584,7 +584,8 @@ class Session:
 
         function(samples, logps): returns (loss, {metric: number}), computed with torch on the CPU.
         logps: float32 [n] for each sample, from a first forward pass; a second one, with a backward
-        pass, adds the gradient. optim_step divides it by 1. ValueError if the loss is not a
+        pass, adds the gradient. optim_step does not divide this gradient by a count of tokens.
+        last: as in forward_backward. ValueError if the loss is not a
         differentiable scalar, or a gradient is not finite.
         """
         logps = [values.requires_grad_() for values in self.log_probs(samples)]

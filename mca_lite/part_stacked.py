@@ -113,8 +113,8 @@ class _Biases:
 
 @dataclass(frozen=True)
 class _Mxfp4Matrices:
-    """Experts' MXFP4 matrices in a file, stacked. slices: their 4-bit values, [E, out, in / 32, 16]
-    bytes. scales: an exponent for each 32 values.
+    """The MXFP4 matrices of all experts of a layer in a file. slices: their 4-bit values, two in a
+    byte, uint8 [E, out, in / 32, 16], read on demand. scales: an exponent per 32 values.
     """
 
     slices: Any

@@ -371,8 +371,8 @@ def _heads_backward_kernel(
 
 
 class RotatedHeads(torch.autograd.Function):
-    """Autograd function of kernels.rotated_heads by Triton kernels, for an even number of channels
-    per head."""
+    """Split a fused QKV projection into heads, normalise those of queries and keys, and rotate them
+    by RoPE: kernels.rotated_heads by Triton kernels, for an even number of channels per head."""
 
     @staticmethod
     def forward(

@@ -211,11 +211,12 @@ def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -
 
 
 def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
-    """Token losses [b, s] -> (loss to differentiate, number of trained tokens int32, {"loss": [sum,
-    tokens]}, and with multi-token prediction "mtp_loss").
+    """Sum token losses [b, s] -> (loss to differentiate, number of trained tokens int32, pairs to
+    log). The pairs are this rank's [sum, tokens]: "loss", and with multi-token prediction
+    "mtp_loss".
 
-    The loss is their sum plus the weighted multi-token prediction losses, scaled for the backend's
-    mean over micro-batches and context-parallel ranks. The logged pairs are this rank's, unscaled.
+    The loss also has the weighted losses of multi-token prediction, and is scaled so that the
+    backend's mean over micro-batches and context-parallel ranks comes out right.
     """
     metrics = {}
     more = 0.0

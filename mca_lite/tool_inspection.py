@@ -387,7 +387,8 @@ class _Planned:
         """Do nothing: a dry run computes no loss."""
 
     def expect_weighted_losses(self) -> None:
-        """Do nothing: a dry run computes no loss."""
+        """Do nothing. A backend would check here that its losses are weighted; a dry run computes
+        none."""
 
 
 class _PlannedMegatron(_Planned, MegatronBackend):

@@ -319,9 +319,11 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
 def _least_noise(
     plan: run.Plan, batches: list[dict[str, Any]], oracle: dict[str, Any]
 ) -> dict[Name, float]:
-    """The least noise per tensor for a bf16 run: _LOSS for a loss. In a model with experts, other
-    tensors get the share of one token in a norm over all tokens, because rounding may send a token
-    to another expert."""
+    """The smallest relative difference from the float32 oracle that counts as an error in a bf16
+    run: {tensor's name: number}, _LOSS for a loss. In a model with experts rounding may send one
+    token to another expert, so other tensors get that token's share of a norm, 1 / sqrt(n). n: an
+    output's length; for an expert's gradient, the tokens that it gets on average; else all tokens.
+    """
     values = values_of(_hf_config(plan))
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     least = {name: _LOSS for name in oracle if name[0] == "losses"}

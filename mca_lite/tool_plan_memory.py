@@ -670,7 +670,8 @@ class ModelOfRun:
 
     def forward_passes(self, args: Any, config: Any) -> tuple[float, float]:
         """Forward passes beside those of training, for example of a reference model: (in each step,
-        in a pass over the data before the first step). One pass of the trained model counts 1."""
+        over the whole data before the first step), each as a multiple of the trained model's
+        forward pass."""
         from .log import model_sizes
 
         of_model, of_second = self.passes

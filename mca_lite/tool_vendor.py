@@ -32,7 +32,8 @@ _ALL = "all"
 
 
 def main(words: list[str]) -> int:
-    """Copy the package as the command line says, and check the copy -> exit code."""
+    """Run `mca-lite vendor`: copy the package or some of its parts into another repository, and
+    check the copy by a step of training -> exit code."""
     parser = parser_of("vendor", __doc__)
     parser.add_argument("dst", metavar="DST")
     names = {"nargs": "*", "default": [], "metavar": "NAME"}

@@ -81,8 +81,8 @@ class Numbers:
         return Numbers([*self.keys, *pairs], vector)
 
     def over_ranks(self, backend: Any) -> "Numbers":
-        """The totals on every rank: summed over data- and context-parallel ranks, as on the last
-        pipeline stage. Changes the vector in place. Collective."""
+        """The totals on every rank: the last pipeline stage's numbers, summed over data- and
+        context-parallel ranks. Changes the vector in place. Collective."""
         return Numbers(self.keys, backend.reduce(self.vector))
 
     def set_counts(self, *counts: int) -> None:
@@ -367,7 +367,8 @@ _OTHER_ARGUMENTS = {"loss_mask", "logits", "data_iterator", "model", "inputs"}
 
 
 def check_given(model: Any, args: Any) -> None:
-    """Raise TypeError if the model has no config, or args are no TrainingArguments."""
+    """Raise TypeError if a trainer's model has no `config` attribute, or its args are not
+    TrainingArguments."""
     if not hasattr(model, "config"):
         raise TypeError(
             "model: expected what AutoModel.from_pretrained(folder, args) gives, or a model of "
