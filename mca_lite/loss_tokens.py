@@ -333,8 +333,9 @@ class _Gradients:
                 self.tensors[i] = torch.zeros_like(factor, dtype=dtype)
 
     def add(self, rows: Any, parts: Any, d_logits: torch.Tensor):
-        """Add the gradients of one chunk. rows: the chunk's rows. parts: its (hidden, weight)
-        pairs. d_logits: the loss's gradient for its logits, [rows, V/tp]."""
+        """Write the gradients of one chunk's hidden states, and add those of the weights. rows: the
+        chunk's rows. parts: its (hidden, weight) pairs. d_logits: the loss's gradient for its
+        logits, [rows, V/tp]."""
         for i, (hidden, weight) in enumerate(parts):
             d_hidden, d_weight = self.tensors[2 * i : 2 * i + 2]
             d_product = d_logits.to(weight.dtype)

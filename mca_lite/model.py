@@ -126,10 +126,11 @@ class McaGPTModel(MegatronModule):
     trained: loss_tokens.TrainedPlaces for the labels, or None.
     columns: further model inputs, such as pixels (inputs.Inputs).
 
-    A chunk without the output layer returns hidden states. The last chunk returns:
+    Chunks before the last return hidden states. The last chunk returns:
     with a value head, a score per token, float32 [b, s];
     without labels, logits [b, s, V / tp];
-    with labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX;
+    with labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX; or
+    [b, s, k] if loss_of_logits gives k numbers per token;
     with Targets, the losses of the next token and of each prediction layer, [b, s, 1 + prediction
     layers].
     """

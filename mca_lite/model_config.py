@@ -645,8 +645,8 @@ def changed(config: McaModelConfig, names: list[str]) -> list[str]:
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
-    """Let a Transformer Engine linear add its weight's gradient to the float32 buffer itself, if
-    the weight is trained -> True. For any other module change nothing -> False."""
+    """True for a Transformer Engine linear, which from now on adds the gradient of a trained weight
+    to the float32 buffer itself. False for any other module, which does not change."""
     if not hasattr(module, "fuse_wgrad_accumulation"):
         return False
     module.fuse_wgrad_accumulation = module.weight.requires_grad

@@ -252,8 +252,8 @@ class DPOTrainer(ScoredTrainer):
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
         """(extra forward passes of the trained model per step: 1 if a loss needs the
-        log-probabilities of the whole global batch beforehand, otherwise 0; forward passes of a
-        reference that runs in each step: 1). For FLOPs.
+        log-probabilities of the whole global batch beforehand, otherwise 0; always 1, the forward
+        passes of a reference model, if there is one in each step). For FLOPs.
         """
         return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
@@ -558,8 +558,8 @@ class DPOTrainer(ScoredTrainer):
         run: Callable[..., list[torch.Tensor]],
     ) -> torch.Tensor | None:
         """Log-probabilities [2 P] for the P pairs of all micro-batches, computed by
-        run(micro-batches, length), which joins micro-batches into fewer forward passes where it
-        can. None on pipeline stages before the last. Collective.
+        run(micro-batches, length). Where the backend allows it, micro-batches are joined first,
+        for fewer forward passes. None on pipeline stages before the last. Collective.
 
         models: the chunks that `run` uses.
         """

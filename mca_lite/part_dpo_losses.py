@@ -44,7 +44,8 @@ class Responses(NamedTuple):
     of_batch: Any = None
 
     def with_numbers(self, of_batch: Any) -> "Responses":
-        """A copy with this `of_batch`."""
+        """A copy with the numbers that a loss takes from the whole global batch, such as a mean of
+        rewards: what PreferenceLoss.of_batch returned."""
         return self._replace(of_batch=of_batch)
 
     @property

@@ -18,9 +18,9 @@ class Freeze(Finetuning):
     def trained_of_language(
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
-        """Names of the language model's modules to train. A value head is always among them, since
-        it starts from random weights. Names and counts that do not fit the model become Problems in
-        `judge`.
+        """Names of the language model's modules to train. A value head, if there is one, is always
+        among them, since it starts from random weights. Keys that do not fit the model become
+        Problems in `judge`.
         """
         named = _named(weights, keys, num_layers, judge)
         # a value head starts from random weights: train it always

@@ -53,7 +53,8 @@ class Candidate(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A module on this rank that can get an adapter, built as kind(spec, names, **arguments)."""
+    """A module on this rank that can get a LoRA adapter. kind(spec, names, **arguments) builds the
+    adapter, and part_lora_layers.attach(module, adapter, way) connects it to the module."""
 
     module: torch.nn.Module
     names: Names  # for each projection, its Hugging Face modules on this rank

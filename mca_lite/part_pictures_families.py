@@ -8,6 +8,7 @@ from typing import Any
 
 from .families import FAMILIES, OLDER_PREFIXES
 from .families_rows import Family, Row
+from .parts import load
 from .tables import COLUMNS, Column
 
 _TOWER_ROW = Row("vision_model.module.*", ("model.visual.*",), "module")
@@ -107,3 +108,5 @@ COLUMNS |= {
     # index of each token's image feature in the micro-batch (with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
 }
+
+load("part_audio_rows")  # its family extends one of these

@@ -55,7 +55,7 @@ PARTS = {
         needs="pictures",
     ),
     "audio": Part(
-        "part_audio_families part_audio part_audio_model",
+        "part_audio_rows part_audio part_audio_model",
         "",
         provides="audio qwen3_omni_moe_thinker",
         needs="pictures",

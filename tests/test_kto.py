@@ -3,7 +3,6 @@ whole curves.
 """
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,15 +263,6 @@ def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
     words += ["the samples have answer_label, pair_weight, without an effect"]
     for text, expected_words in zip(said, words, strict=True):
         assert expected_words in text
-
-
-def test_a_model_that_sees_pictures_is_refused_from_python_too(tmp_path):
-    from mca_lite import KTOTrainer, TrainingArguments
-
-    model = SimpleNamespace(config=SimpleNamespace(vision_config={}), lora=None)
-    args = TrainingArguments(output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="the model has a vision tower"):
-        KTOTrainer(model, args=args)
 
 
 # -- the command line

@@ -2,12 +2,14 @@
 tiles of an MLP the last ones of a gradient, in every layout.
 """
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mca_lite import part_long
 from mca_lite.errors import Judge
 from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
@@ -50,15 +52,30 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def counted_tiles():
+    """An entry for each module that this context runs in tiles."""
+    found, forward = [], part_long.Tiles.forward
+
+    def counted(ctx, *more):
+        found.append(True)
+        return forward(ctx, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_long.Tiles, "forward", staticmethod(counted))
+        yield found
+
+
 def curves_of(path: str, out: str, runs: dict, run=train, **keys) -> dict:
     """{name: (curve, calls of the kernel)} of runs {name: keys} on this rank; and the bytes of host
     memory that are in use after them."""
     found: dict = {}
     for name, changes in runs.items():
         Counted.calls = 0
-        with Counted():
+        with Counted(), counted_tiles() as tiles:
             curve = run(path, f"{out}/{name}", **{**keys, **changes})
         found[name] = curve, Counted.calls
+        found[f"tiles of {name}"] = len(tiles)
     free = sum(piece.nbytes for pieces in POOL.free.values() for piece in pieces)
     return {**found, "in use": POOL.taken - free, "taken": POOL.taken}
 
@@ -79,7 +96,7 @@ def assert_near(found: dict, tolerance: float = 1e-6) -> None:
     curve, wanted = found["tiled"][0], found["plain"][0]
     for ours, theirs in zip(curve, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance)
-    assert curve != wanted
+    assert found["tiles of tiled"] and not found["tiles of plain"]
 
 
 @functools.cache

@@ -27,6 +27,7 @@ QUESTION = "how many squares and what colour"
 ANSWER = "{number} {colour}"
 SIDE, CELL = 48, 8  # pixels: a square stands in a cell, one patch of the model
 TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+TOKENS += ("<|video_pad|>",)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {% if m['content'] is string %}"
     "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
@@ -114,7 +115,7 @@ def write_model(folder: Path) -> None:
         vision_start_token_id=vocabulary["<|vision_start|>"],
         image_token_id=vocabulary["<|image_pad|>"],
         vision_end_token_id=vocabulary["<|vision_end|>"],
-        video_token_id=len(vocabulary) - 1,
+        video_token_id=vocabulary["<|video_pad|>"],
     )
     config.save_pretrained(folder)
     processor = {
