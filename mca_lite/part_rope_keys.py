@@ -92,7 +92,8 @@ class RopeArguments(ArgumentGroup):
     )
 
     def resolve(self, judge: Judge) -> None:
-        """Merge the key into the contents of the model's config.json, which all else reads."""
+        """Merge rope_scaling, if given, into the loaded contents of the model's config.json, and
+        replace it by the resolved fields. Adds a Problem to `judge` for an unsuitable value."""
         super().resolve(judge)
         run = judge.arguments
         if self.rope_scaling is None or not getattr(run, "model_config", None):

@@ -311,8 +311,8 @@ _LOCAL = (
 
 
 def main(words: list[str]) -> int:
-    """Plan a run as the command line says: print its memory, steps and fitting layouts -> exit
-    code."""
+    """Plan a run as the command line says: print its memory and steps and, with --memory, a verdict
+    and the fitting layouts -> exit code."""
     parser = parser_of("plan", __doc__)
     add = parser.add_argument
     number = at_least(0.001, float)
