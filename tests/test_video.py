@@ -414,7 +414,7 @@ SHAPES = [
     [(5,), (6, (2, 2, 2), 3), (4, (3, 1, 1), 3, (1, 1), 4), (5, (2, 2), 3)],
     [(4, (2, 2), (2, 2, 1), 3), (9,), (3, (1, 2, 1), 4), (2, (2, 1, 3), 5)],
 ]
-FAMILIES = [family for family in pictures.FAMILIES if family != "glm4v"]
+FAMILIES = pictures.WITH_VIDEOS
 LAYOUTS = {
     **VISION,
     "torch": (1, {"backend": "torch", **TWO_ROWS}),
@@ -445,10 +445,7 @@ CELLS = [
 
 
 def data_of(family: str) -> list[dict]:
-    how = dict(is_timed=family.startswith("qwen3"))
-    if family == "qwen2_5_vl":
-        how["seconds"] = 0.8  # times at 0, 1.6, 3.2 ...
-    return pictures.samples(shapes=SHAPES, **how)
+    return pictures.samples(shapes=SHAPES, **pictures.of_videos(family))
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,8 @@ HEARING = dict(
     output_dim=32,
     max_source_positions=50,
 )
-FAMILIES["qwen3_omni_moe_thinker"] = FAMILIES["qwen3_vl_moe"]
+HEARS = "qwen3_omni_moe_thinker"
+FAMILIES[HEARS] = FAMILIES["qwen3_vl_moe"]
 AUDIO_END, AUDIO_START, AUDIO = 3, 4, 9
 GLM_ROPE = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 FAMILIES["glm4v"] = (
@@ -94,6 +95,7 @@ FAMILIES["glm4v"] = (
         hidden_act="silu",
     ),
 )
+WITH_VIDEOS = [name for name in FAMILIES if name not in (HEARS, "glm4v")]
 CHANNELS = 3 * 2 * 2 * 2  # of a patch
 
 
@@ -104,7 +106,7 @@ def hf_config(family: str, tied: bool = False, **of_text):
     text, vision = FAMILIES[family]
     of = "image" if family == "glm4v" else "vision"
     more = {f"{of}_start_token_id": START, f"{of}_end_token_id": END}
-    if family == "qwen3_omni_moe_thinker":
+    if family == HEARS:
         more |= {
             "audio_config": HEARING,
             "audio_token_id": AUDIO,
@@ -198,6 +200,14 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
     if grids["video"] and seconds:
         out["second_per_grid_ts"] = torch.full((len(grids["video"]),), seconds)
     return out
+
+
+def of_videos(family: str) -> dict:
+    """The arguments of document() for a family's videos."""
+    how: dict = dict(is_timed=family.startswith("qwen3"))
+    if family == "qwen2_5_vl":
+        how["seconds"] = 0.8  # times at 0, 1.6, 3.2 ...
+    return how
 
 
 # columns of pictures and videos, which transformers' models take as they are
@@ -365,7 +375,8 @@ def loss_of(model, document: dict) -> torch.Tensor:
         lengths = more.pop("audio_lengths")
         spectra = more["input_features"].split(lengths.tolist())
         more["input_features"] = torch.nn.utils.rnn.pad_sequence(spectra, batch_first=True).mT
-        more["feature_attention_mask"] = torch.arange(int(lengths.max())) < lengths[:, None]
+        places = torch.arange(int(lengths.max()), device=lengths.device)
+        more["feature_attention_mask"] = places < lengths[:, None]
     logits = model(input_ids=ids, use_cache=False, **more).logits[0]
     return torch.nn.functional.cross_entropy(
         logits.float(), document["labels"], ignore_index=-100, reduction="sum"

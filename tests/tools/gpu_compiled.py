@@ -81,23 +81,34 @@ def of_whole_documents(path: str, out: str, **keys) -> list:
     return train(path, out, steps=STEPS, data=data, **SHORT, **keys)
 
 
-def long_pictures() -> list[dict]:
+LONG_PICTURES = [
+    [(300, (2, 2), 500), (700, (1, 3), 400), (900,), (610,)],
+    [(200, (2, 3), 400), (300, (2, 1), 250, (2, 2), 500), (720, (4, 2), 60), (800,)],
+]
+# frames of audios are floats
+LONG_AUDIO = [
+    [(300, 700.0, 500), (700, (1, 3), 400), (900,), (610,)],
+    [(200, (2, 3), 9.0, 400), (300, 1210.0, 250, 40.0, 300), (720, 130.0, 60), (800,)],
+]
+LONG_VIDEOS = [
+    [(300, (3, 2, 2), 500), (700, (1, 3), 400), (900,), (610,)],
+    [(200, (2, 2, 3), 400), (300, (2, 1), 250, (5, 2, 2), 500), (720, (2, 4, 2), 60), (800,)],
+]
+
+
+def long_inputs(shapes: list, **how) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
-    shapes = [
-        [(300, (2, 2), 500), (700, (1, 3), 400), (900,), (610,)],
-        [(200, (2, 3), 400), (300, (2, 1), 250, (2, 2), 500), (720, (4, 2), 60), (800,)],
-    ]
-    return [pictures.document(generator, *pieces) for step in shapes for pieces in step]
+    return [pictures.document(generator, *pieces, **how) for step in shapes for pieces in step]
 
 
-def of_pictures(path: str, out: str, **keys) -> list:
+def of_pictures(path: str, out: str, shapes: list, how: dict, **keys) -> list:
     keys = {"steps": STEPS, "export": False, **keys}
-    return pictures.train_ours(path, out, data=long_pictures(), **keys)
+    return pictures.train_ours(path, out, data=long_inputs(shapes, **how), **keys)
 
 
-def of_pictures_in_torch(path: str, out: str, **keys) -> list:
+def of_pictures_in_torch(path: str, out: str, shapes: list, how: dict) -> list:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return pictures.train_plain(path, out, data=long_pictures(), device=device)
+    return pictures.train_plain(path, out, data=long_inputs(shapes, **how), device=device)
 
 
 def longer(draw):
@@ -155,10 +166,7 @@ def cells_of(part: str, folder: Path) -> dict[str, tuple]:
             if tiny.is_known(family)
         }
     if part == "pictures":
-        saved = {
-            name: pictures.save_model(folder / name, name, **LONG) for name in pictures.FAMILIES
-        }
-        return {f"{name}, pictures": (of_pictures, path, {}) for name, path in saved.items()}
+        return cells_of_pictures(folder)
     cells = {}
     for family in ("qwen3", "qwen3_5_text"):
         path, teacher = distilling.save_models(folder / family, family, **LONG)
@@ -170,6 +178,21 @@ def cells_of(part: str, folder: Path) -> dict[str, tuple]:
             keys = dict(teacher=teacher, run=run)
             of_family["distill " + " ".join(map(str, run))] = of_a_teacher, path, keys
         cells |= {f"{name}, {family}": cell for name, cell in of_family.items()}
+    return cells
+
+
+def cells_of_pictures(folder: Path) -> dict[str, tuple]:
+    """Each family on pictures, on videos, and on audio where it hears."""
+    cells = {}
+    for name in pictures.FAMILIES:
+        path = pictures.save_model(folder / name, name, **LONG)
+        kinds: dict[str, tuple] = {"pictures": (LONG_PICTURES, {})}
+        if name in pictures.WITH_VIDEOS:
+            kinds["videos"] = LONG_VIDEOS, pictures.of_videos(name)
+        if name == pictures.HEARS:
+            kinds["audio"] = LONG_AUDIO, {}
+        for kind, (shapes, how) in kinds.items():
+            cells[f"{name}, {kind}"] = of_pictures, path, dict(shapes=shapes, how=how)
     return cells
 
 
@@ -266,7 +289,7 @@ def leave_layout() -> None:
 def plain_run(function, path: str, out: str, given: dict) -> list:
     """The curve in float32 by single operations in plain torch."""
     if function is of_pictures:
-        return quiet(of_pictures_in_torch, path, out, {})
+        return quiet(of_pictures_in_torch, path, out, given)
     keys = dict(given, backend="torch", torch_compile=False, **ONE_ROW)
     return quiet(function, path, out, keys)
 
