@@ -535,6 +535,13 @@ class TrainingArguments(ArgumentGroup):
         return max(1, self.world_size // self.model_parallel_size)
 
     @property
+    def device(self) -> Any:
+        """The torch.device of this rank: its GPU with CUDA, otherwise the CPU."""
+        from .parallel import device  # imported late: arguments are read without torch
+
+        return device()
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples in a micro-batch of one data-parallel rank: per_device_train_batch_size."""
         return self.per_device_train_batch_size

@@ -400,6 +400,24 @@ class VirtualModels(torch.nn.ModuleList):
         for chunk, model in self._by_key().items():
             yield from model.named_parameters(chunk if len(self) > 1 else "")
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count the weights that this rank holds. only_trainable: leave frozen ones out.
+        exclude_embeddings: leave out the word embeddings, and a tied head."""
+        is_tied = self.config.tie_embeddings_and_output_weights
+        embeddings = ("word_embeddings.", *["output_layer."] * is_tied)
+        return sum(
+            parameter.numel()
+            for name, parameter in self.named_parameters()
+            if (parameter.requires_grad or not only_trainable)
+            and not (exclude_embeddings and any(part in name for part in embeddings))
+        )
+
+    def enable_input_require_grads(self) -> None:
+        """Give the outputs of the first stage's embedding a gradient, though it may be frozen."""
+        for model in self:
+            if model.pre_process:
+                model.embedding.register_forward_hook(lambda *call: call[-1].requires_grad_())
+
     def _by_key(self) -> dict[str, torch.nn.Module]:
         """The chunks by name: {"model": chunk}, or {"model0": ..., "model1": ...} with several
         chunks."""

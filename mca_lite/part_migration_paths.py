@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 _PATHS = (
-    "adapters checkpointing initialize models models.auto models.auto.config_auto "
+    "adapters checkpointing constants initialize models models.auto models.auto.config_auto "
     "models.auto.modeling_auto models.converter models.converter.model_converter "
     "models.converter.post_converter models.model_config models.model_factory parallel_functions "
-    "patcher trainer.dpo_config trainer.dpo_trainer trainer.trainer trainer.utils training_args "
-    "utils"
+    "patcher platforms trainer.dpo_config trainer.dpo_trainer trainer.trainer trainer.utils "
+    "training_args utils"
 ).split()
 _REMEDIES = {  # names by spaces -> replacement
     "apply_megatron_lora find_all_embedding_modules find_all_linear_modules "
@@ -34,8 +34,15 @@ _REMEDIES = {  # names by spaces -> replacement
     "context_parallel_gather": "the trainer's backend.whole_logits()",
     "vocab_parallel_logprobs": "trainer.predict(), or loss_tokens.token_losses()",
     "DistributingParallelArguments": "TrainingArguments, which has its fields",
+    "current_platform": "torch's own functions: GPUs with CUDA, or the CPU where there is none",
+    "TRACKER_FILENAME DIST_MODEL_DIR DIST_OPTIMIZER_DIR": (
+        "nothing: checkpoint-N/dist, in one format for every layout"
+    ),
     "get_logger": "logging.getLogger(__name__)",
 }
+
+
+_CONSTANTS = ("ADAPTER_CONFIG_NAME", "IGNORE_INDEX", "MCA_CONFIG_NAME")
 
 
 def _moved(name: str) -> Any:
@@ -46,7 +53,8 @@ def _moved(name: str) -> Any:
     for names, remedy in _REMEDIES.items():
         if name in names.split():
             raise ImportError(f"{name} of mcore_adapter is not in {__package__}: {remedy}")
-    return getattr(import_module(__package__), name)
+    home = f"{__package__}.files" if name in _CONSTANTS else __package__
+    return getattr(import_module(home), name)
 
 
 class _MovedModules(Loader):

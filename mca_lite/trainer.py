@@ -359,6 +359,13 @@ class McaTrainer(OtherNames):
         self._prepare_datasets("train_dataset")
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """A DataLoader over this data-parallel rank's evaluation micro-batches, through one
+        dataset once, as evaluation_loop() takes it. eval_dataset: None means that of the trainer.
+        All ranks must call it: the objective may compute columns first."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.evaluator.loader_of(self._prepared(given))
+
     def plan_batches(self, dataset: Any, training: bool = True) -> BatchPlan:
         """Plan which samples each data-parallel rank runs in which micro-batch -> the BatchPlan.
         ValueError for a dataset without a length, unless it is a training Stream and max_steps is

@@ -92,7 +92,7 @@ class Evaluator:
         as an EvalLoopOutput."""
         trainer = self.trainer
         loop = trainer.evaluation_loop(
-            self._loader_of(dataset), "evaluation", metric_key_prefix=prefix
+            self.loader_of(dataset), "evaluation", metric_key_prefix=prefix
         )
         if trainer.compute_metrics is not None:
             loop.metrics.update(function_of("part_metrics:user_metrics")(self, dataset, prefix))
@@ -142,7 +142,7 @@ class Evaluator:
 
     # -- passes over a data set
 
-    def _loader_of(self, dataset: Any) -> Any:
+    def loader_of(self, dataset: Any) -> Any:
         """A DataLoader of this rank's micro-batches that goes through the dataset once."""
         plan = self.trainer.plan_batches(dataset, training=False)
         return make_loader(dataset, self.trainer.data_collator, plan, num_epochs=1)
@@ -177,7 +177,7 @@ class Evaluator:
 
         On pipeline stages before the last the list is []. ValueError if a packed row's documents
         cannot be matched with its samples."""
-        loader = self._loader_of(dataset)
+        loader = self.loader_of(dataset)
         plan = loader.batch_sampler.plan
         for step, batches, seq_length, _ in self._steps(loader, plan):
             chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]

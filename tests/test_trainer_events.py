@@ -15,8 +15,8 @@ import pytest
 
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.fixtures import saved_model
-from tests.shared.layouts import DIST_OPT, LOOP, PACKED
-from tests.shared.training import train
+from tests.shared.layouts import CP2, DIST_OPT, LOOP, PACKED, PP2, SP, TP2
+from tests.shared.training import arguments, train
 
 model_path = saved_model("qwen3")
 
@@ -321,6 +321,8 @@ def test_an_import_line_of_mcore_adapter_works(module, names):
         ("trainer.utils import build_sharded_state_dict_metadata", "no patches"),
         ("training_args import DistributingParallelArguments", "TrainingArguments"),
         ("utils import get_logger", "logging.getLogger"),
+        ("constants import TRACKER_FILENAME, DIST_MODEL_DIR", "checkpoint-N"),
+        ("platforms import current_platform", "CUDA"),
     ],
 )
 def test_an_import_line_of_mcore_adapter_names_what_takes_its_place(line, said):
@@ -339,6 +341,9 @@ def test_what_takes_the_place_of_names_of_mcore_adapter_is_there():
     moved = importlib.import_module("mca_lite.initialize")
     assert moved.initialize_megatron is parallel.initialize
     assert MCA_CONFIG_NAME == "mca_config.json"
+    constants = importlib.import_module("mca_lite.constants")
+    assert constants.MCA_CONFIG_NAME is MCA_CONFIG_NAME and constants.IGNORE_INDEX == -100
+    assert constants.ADAPTER_CONFIG_NAME == "adapter_config.json"
     named = [inject, LoraSpec, token_losses, Backend.whole_logits, McaTrainer.save_model]
     assert all(map(callable, [*named, McaTrainer.predict, AutoModel.from_pretrained]))
 
@@ -652,3 +657,66 @@ def test_overrides_under_names_of_mcore_adapter_are_called(model_path, tmp_path)
         {"_packing_sequence", "_get_step_iterator_and_seq_length"},
     )
     assert curves[0] == curves[1] == curves[2]
+
+
+# -- members of the seed's models and trainers
+
+
+def see_outputs(model, seen: list[bool]) -> None:
+    """Note from now on whether outputs of the first stage's embedding have gradients."""
+    for chunk in model:
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(lambda *call: seen.append(call[-1].requires_grad))
+
+
+def seen_members(path: str, out: str, layouts: dict) -> dict:
+    """On a rank, for each layout: losses of evaluate() and of a loop over the loader; the numbers
+    of weights, of trained ones, of those without embeddings; whether outputs of the frozen
+    embedding have gradients, before and after enable_input_require_grads()."""
+    from mca_lite import AutoModel, McaTrainer
+
+    found = {}
+    for name, keys in layouts.items():
+        data = dict(train_dataset=tiny.samples(4), eval_dataset=tiny.samples(7, seed=2))
+        args = arguments(save_strategy="no", disable_tqdm=True, max_steps=1, **keys)
+        assert args.device.type == "cpu"
+        model = AutoModel.from_pretrained(path, args)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in key)
+        trainer = McaTrainer(model=model, args=args, **data)
+        loop = trainer.evaluation_loop(trainer.get_eval_dataloader(), "evaluation")
+        losses = [metrics["eval_loss"] for metrics in (trainer.evaluate(), loop.metrics)]
+        counts = [model.num_parameters(*words) for words in ((), (True,), (False, True))]
+        seen: list[bool] = []
+        see_outputs(model, seen)
+        batches = iter(trainer.get_train_dataloader())
+        trainer.training_step(model, [next(batches)], 0)
+        model.enable_input_require_grads()
+        see_outputs(model, seen)
+        trainer.training_step(model, [next(batches)], 0)
+        found[name] = losses, counts, seen
+        world.leave_layout()
+    return found
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_members_of_the_seed_are_those_of_transformers(tmp_path, is_tied):
+    from transformers import AutoModelForCausalLM
+
+    path = tiny.save_model(tmp_path / "model", "qwen3", tie_word_embeddings=is_tied)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    whole, without = model.num_parameters(), model.num_parameters(exclude_embeddings=True)
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    layouts = {"dp2": {}, "tp2_sp": {**TP2, **SP}, "pp2": PP2, "cp2": CP2}
+    ranks = world.run(seen_members, 2, path, str(tmp_path / "out"), layouts)
+    with_hook = [False, False, True]
+    for found in ranks:
+        for (evaluated, looped), *_ in found.values():
+            assert looped == evaluated
+        assert found["dp2"][1:] == ([whole, norms, without], with_hook)
+        assert found["cp2"][1:] == ([whole, norms, without], with_hook)
+        assert whole / 2 < found["tp2_sp"][1][0] < whole and found["tp2_sp"][2] == with_hook
+    (first, seen), (last, nothing) = (found["pp2"][1:] for found in ranks)
+    tied = (whole - without) * is_tied  # the last stage has a copy
+    assert [a + b for a, b in zip(first, last, strict=True)] == [whole + tied, norms, without]
+    assert (seen, nothing) == (with_hook, [])
