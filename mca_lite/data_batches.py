@@ -124,13 +124,14 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     """A document's column as a tensor: [length] if it is per token, with further dimensions if the
     column has them; otherwise [1]. None becomes the column's default, and a single number is
-    repeated. Raises ValueError for another shape, or values that an integer dtype cannot hold."""
+    repeated. Raises ValueError for another shape, or for values outside the dtype's range."""
     if value is None:
         value = column.default
     if column.per != "token":
         length = 1
     try:
-        given = torch.as_tensor(value)
+        # a list becomes float64: in torch's float32, 1e300 would already be inf
+        given = torch.as_tensor(value if torch.is_tensor(value) else np.asarray(value))
         values = given.to(getattr(torch, column.dtype))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(
@@ -139,10 +140,13 @@ def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
         ) from error
     if given.dim() == 0:
         values = values.repeat(length)
-    is_exact = values.is_floating_point() or (values == given).all()
+    if values.is_floating_point():
+        is_held = bool((values.isfinite() | ~given.isfinite()).all())
+    else:
+        is_held = bool((values == given).all())
     has_shape = values.shape[:1] == (length,) and values.dim() == 1 + column.more_dims
     expect(
-        has_shape and is_exact,
+        has_shape and is_held,
         f"{name} of a sample: expected {column.dtype} [{length}{', number' * column.more_dims}], "
         f"or one number, got {given.dtype} of shape {list(given.shape)}",
     )

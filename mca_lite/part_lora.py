@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from . import parallel, part_lora_files
-from .errors import Judge
+from .errors import Judge, expect
 from .families import FAMILIES, LANGUAGE_MODEL, vision_parts_of
+from .files import first_of
 from .finetuning import Finetuning, Request
 from .hosts import host_of, module_of
 from .part_lora_files import VALUE_HEAD, AdapterSource, read_adapter
@@ -271,13 +272,22 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], dropout: float | No
     """Put a saved PEFT adapter on a model of either backend, to train it further. Returns the
     model. Collective: call it on every rank.
 
-    dropout: replaces the adapter's dropout; None keeps it. ValueError if the adapter cannot be
-    read, or belongs to another model.
+    dropout: replaces the adapter's dropout; None keeps it. ValueError, on every rank, if any rank
+    cannot read the adapter, or if it belongs to another model.
     """
-    spec, source = read_adapter(folder, dropout)
-    judge = Judge(None)
-    check_other_model(folder, spec, candidates_of(host_of(model)), judge)
-    judge.close()
+    problem = None
+    try:
+        spec, source = read_adapter(folder, dropout)
+        judge = Judge(None)
+        check_other_model(folder, spec, candidates_of(host_of(model)), judge)
+        judge.close()
+    except Exception as error:  # raised below, when the other ranks know of it
+        problem = error
+    answers = parallel.gather(problem is not None)
+    if problem:
+        raise problem
+    failed = [str(rank) for rank, has_failed in enumerate(answers) if has_failed]
+    expect(not failed, f"rank {first_of(failed, 8)} cannot load {folder}: see its own error")
     return place_adapter(model, spec, source)
 
 

@@ -68,7 +68,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     row_unit = "token"
     part_rows = 65_536
     metrics_keys = list(POLICY_METRICS)
-    unread_columns = other_columns(*SESSION_COLUMNS, "routes")
+    unread_columns = other_columns(*SESSION_COLUMNS, "group", "routes")
 
     def __init__(
         self,

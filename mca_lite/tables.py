@@ -576,6 +576,7 @@ def other_columns(*read: str) -> tuple[str, ...]:
         *PAIR_COLUMNS,
         "teacher_row",
         *SESSION_COLUMNS,
+        "group",
         "routes",
     )
     return tuple(name for name in of_losses if name not in read)

@@ -272,12 +272,13 @@ def measure() -> Link:
 
     ranks = dist.get_world_size()
     seconds = []
+    is_right = True
     for _ in range(4):  # the first all-reduce sets up connections
         vector = torch.ones(_VECTOR, device=parallel.device())
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(vector)
-        is_right = bool((vector == ranks).all())  # also waits for the GPU
+        is_right &= bool((vector == ranks).all())  # also waits for the GPU
         seconds.append(time.perf_counter() - start)
     slowest = max(parallel.gather(min(seconds)))
     gb_per_s = 2 * (ranks - 1) / ranks * vector.nbytes / slowest / 1e9

@@ -76,6 +76,7 @@ def test_joined_batches_have_the_columns_of_both():
         ({"weight": [1, 2]}, r"weight of a sample: .*float32 \[3\].*\[2\]"),
         ({"weight": "much"}, "weight of a sample: expected numbers, got 'much'"),
         ({"weight": 1, "score": [1, 2, 3]}, r"score of a sample: expected float32 \[1\]"),
+        ({"weight": 1e300}, r"weight of a sample: expected float32"),
         ({"weight": 1, "audio": [0.5]}, "a sample has 'audio', .*register_column"),
     ],
 )

@@ -607,7 +607,7 @@ ROW = {"input_ids": [1, 2, 3], "labels": [2, 3, 4]}
         ({"chosen": ROW, "rejected": ROW, "images": ["a.jpg"]}, "'images'"),
         ([ROW, {**ROW, "videos": ["a.mp4"]}], "'videos'"),
         ({"chosen": "a text", "rejected": "another"}, "this one has <class .str.>"),
-        ({**ROW, "input_ids": [1.5, 2.0, 3.0]}, r"expected int64 \[3\], .* got torch.float32"),
+        ({**ROW, "input_ids": [1.5, 2.0, 3.0]}, r"expected int64 \[3\], .* got torch.float64"),
         ({**ROW, "labels": np.array([1.0, 2.5, 3.0])}, "labels of a sample: expected int64"),
         ({**ROW, "input_ids": [[1, 2, 3]]}, r"got torch.int64 of shape \[1, 3\]"),
         ({**ROW, "input_ids": ["a", "b", "c"]}, "input_ids of a sample: expected numbers"),

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from mca_lite.errors import ConfigError
@@ -175,6 +176,18 @@ def test_an_adapter_of_another_kind_is_refused(adapted_qwen3, tmp_path, values, 
     with pytest.raises(ValueError) as refused:
         read_adapter(with_config(adapted_qwen3[1], tmp_path / "changed", **values))
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def load_where_rank_1_lacks_it(path: str, output_dir: str, adapter: str) -> None:
+    model, _ = make(path, output_dir)
+    load(f"{adapter}-lost" if dist.get_rank() else adapter, model)
+
+
+def test_an_adapter_that_one_rank_cannot_read_is_refused_on_every_rank(adapted_qwen3, tmp_path):
+    errors = world.run(
+        refusal, 2, load_where_rank_1_lacks_it, adapted_qwen3[0], str(tmp_path), adapted_qwen3[1]
+    )
+    assert "rank 1 cannot load" in errors[0] and "holds no adapter_config.json" in errors[1]
 
 
 def test_a_damaged_adapter_is_refused(adapted_qwen3, tmp_path):

@@ -104,6 +104,7 @@ def refusals(folder: str) -> dict:
     }
     session.forward_backward([good], "cross_entropy")
     found["denominator"] = session_tools.refusal(session.optim_step, denominator=0.0)
+    found["betas"] = session_tools.refusal(session.optim_step, betas=(0.9, 1.0))
     session.forward_backward_custom([good], weighted_sum, last=True)
     found["after the last"] = add()
     found["denominators"] = session_tools.refusal(session.optim_step)
@@ -131,6 +132,7 @@ def test_wrong_calls_are_refused_in_words(oracle):
         "function": "expected a tensor of one number",
         "update": "call forward_backward first",
         "denominator": "expected a number above 0, got 0.0",
+        "betas": "betas: expected two numbers from 0 to below 1, got (0.9, 1.0)",
         "after the last": "forward_backward after last=True",
         "denominators": "one update has one denominator",
         "discarded": "call forward_backward first",
