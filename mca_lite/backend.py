@@ -44,7 +44,7 @@ class Backend(abc.ABC):
     length_multiple = 1  # tokens of a row are padded to a multiple of it
     pad_token_id = 0  # padding's token id
     context_parallel = (1, 0)  # (size, this rank)
-    micro_batch_weight = 1.0  # in the mean over micro-batches, some of which may be empty
+    micro_batch_weight = 1.0  # factor on losses, so that their mean leaves out empty micro-batches
     predicts_ahead = 0.0  # weight of the multi-token prediction losses relative to the main loss
     counts_tokens = True  # True on exactly one of the ranks that share a batch
     dp_rank: int
@@ -383,7 +383,8 @@ class Backend(abc.ABC):
 
     def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
         """Load a checkpoint's weights, and its optimizer state if wanted. ValueError if its
-        adapters do not fit this run's, or only one of the two has some. Collective."""
+        adapters do not fit this run's, or if only the checkpoint or only the run has adapters.
+        Collective."""
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 

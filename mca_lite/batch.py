@@ -366,9 +366,9 @@ class RowLayout:
 
     @functools.cached_property
     def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
-        """(cu_seqlens int32, longest document), both rounded up to few sizes, so that a kernel
-        compiled for fixed shapes serves many rows. Empty documents are appended to cu_seqlens. Only
-        for cp 1."""
+        """(cu_seqlens int32, longest document). The number of documents and the longest length are
+        rounded up to few sizes, so that a kernel compiled for fixed shapes serves many rows; empty
+        documents are appended to cu_seqlens. Only for cp 1."""
         count = len(self.borders) - 1
         more = _rounded(count, GRAPH_DOCUMENTS) - count
         borders = torch.cat((self.borders, self.borders[-1:].expand(more)))
@@ -404,7 +404,7 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 
-@functools.lru_cache(16)  # more than micro-batches under way in most pipelines
+@functools.lru_cache(16)  # most pipelines have fewer micro-batches in flight
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
     """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
     Tensors for attention are on `device`. Raises ValueError if a document cannot be cut into 2 *

@@ -183,7 +183,8 @@ class TrainerCallback:
     def on_epoch_end(
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Called after the last step of an epoch, or of the run."""
+        """Called after the last step of an epoch or of the run, also if a callback ended the epoch
+        or the run with that step."""
 
     def on_log(
         self,

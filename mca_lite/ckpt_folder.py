@@ -478,7 +478,7 @@ def check_new(args: Keys) -> list[Path]:
 
 def _clean(output_dir: str | os.PathLike[str]) -> None:
     """Remove the folders of unfinished saves and deletions that a dead run left. A checkpoint that
-    was being replaced gets its name back."""
+    was being replaced gets its name back, unless a new one has it."""
     for left in filter(_is_own_folder, Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None:

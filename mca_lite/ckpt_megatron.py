@@ -51,7 +51,7 @@ OLD_INDEX_NAME = ".metadata"  # torch's pickle, in checkpoints of earlier versio
 # Assembled states stay on the GPU up to this many bytes, and beyond it in host memory, where ranks
 # wait for each other's copies.
 JOINED_ON_GPU_BYTES = 1 << 30
-_BUFFER_BYTES = 1 << 25  # of a file, read at once by a thread
+_BUFFER_BYTES = 1 << 25  # a thread reads this much of a file at once
 
 # -- the parts of tensors in files
 
@@ -167,7 +167,7 @@ def _copy_part(
 ) -> None:
     """Copy `source`, slices of a tensor stored in a file, to `out`, a few rows at a time through a
     buffer. place: where the tensor's data begins. sizes: the stored tensor's shape."""
-    while len(sizes) > 1 and sizes[0] == 1:  # one layer of those that megatron stacks
+    while len(sizes) > 1 and sizes[0] == 1:  # megatron stacks layers, and a part has one of them
         sizes, source, out = sizes[1:], source[1:], out[0]
     rows, *others = source or (slice(0, 1),)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
@@ -611,9 +611,9 @@ def _fill_optimizer(
 
 
 def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
-    """Number of updates so far, in the order of STEPS: [of parameters that every step updates, of
-    those that may_rest()]. The maximum over ranks, since some ranks own no such parameter.
-    Collective."""
+    """Number of updates so far, in the order of STEPS: of parameters that every step updates, then
+    of each kind that may_rest(). The maximum over ranks, because some ranks own no parameter of a
+    kind. Collective."""
     counts = [0] * len(STEPS)
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = may_rest(parameter)

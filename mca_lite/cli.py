@@ -168,10 +168,11 @@ def finish(work: Callable[..., int | None], *args: Any) -> int:
 def end(error: Exception, output_dir: str | None) -> int:
     """Print the error that ends a run -> the exit code. Not collective.
 
-    If the text is the same on all ranks, only the main rank prints it. All but a machine's first
-    rank wait WAIT_S first, in which torchrun may end them. output_dir: folder for the traceback;
-    the temporary folder if it is None, missing or full. None also means that nothing is trained:
-    then a closed pipe (`| head`) is no error."""
+    If the text is the same on all ranks, only the main rank prints it. Ranks other than a machine's
+    first one wait WAIT_S before they print, and torchrun may end them in this time; the first rank
+    waits too if it failed because another rank is gone. output_dir: folder for the traceback; the
+    temporary folder if it is None, missing or full. None also means that nothing is trained: then a
+    closed pipe (`| head`) is no error."""
     if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
     code = getattr(error, "exit_code", USER_ERROR)

@@ -79,8 +79,9 @@ def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[st
 
 def _row(sample: Any) -> dict[str, torch.Tensor]:
     """The documents of a sample joined into one row: columns per token [n], columns per document
-    [documents], image columns concatenated; attention_mask has each token's document number, from
-    1. Raises ValueError for unknown columns, wrong values, or an empty document."""
+    [documents], columns of images and other inputs concatenated. attention_mask numbers each
+    token's document from 1, unless a single document brings its own mask. Raises ValueError for
+    unknown columns, wrong values, or an empty document."""
     documents = documents_of(sample)
     given = _given_by("sample")
     for document in documents:
@@ -159,10 +160,12 @@ class Collator:
 
     attention_mask: number of each token's document in its row, from 1; 0 for padding. A sample of
     one document may bring its own numbers. Labels of padding are IGNORE_INDEX.
+
     The batch also has registered columns, columns that a loss reads (such as "reference", the
-    log-probability under a reference model), and columns for images. A column is [b, s, ...] if it
-    is per token, [b, most documents per row] if it is per document, and concatenated over rows if
-    it is for images.
+    log-probability under a reference model), and columns for images and other inputs. A column is
+    [b, s, ...] if it is per token, [b, most documents per row] if it is per document, and
+    concatenated over rows if it is for inputs other than text.
+
     Raises ValueError for anything but samples, and for a loss column that only some documents have.
     """
 
@@ -366,7 +369,7 @@ def count_tokens(batch: Batch) -> tuple[int, int, int, int]:
     video frame) of a checked batch, without padding."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
     grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if name in batch]
-    # patches see those of their frame alone
+    # a vision tower's attention stays within an image, or one frame of a video
     patches = [h * w for grid in grids for t, h, w in grid.tolist() for _ in range(t)]
     counted = (lengths, patches)
     return tuple(sum(n**power for n in of) for of in counted for power in (1, 2))
@@ -382,10 +385,11 @@ class Turns:
     strategy, as in LLaMA-Factory: concat takes one dataset after another; interleave_under,
     interleave_over and interleave_once are Hugging Face's interleave_datasets with first_exhausted,
     all_exhausted and all_exhausted_without_replacement. Without weights datasets take turns, and
-    under and over complete the last round; with weights each turn is drawn, reproducibly by seed.
+    interleave_under and interleave_over complete the last round; with weights each turn is drawn,
+    reproducibly by seed.
+
     The caller adds a dataset to `exhausted` once it has used its last sample; if the dataset's turn
-    comes again, the caller starts it from its beginning. taken: turns so far.
-    """
+    comes again, the caller starts it from its beginning. taken: turns so far."""
 
     def __init__(
         self,
@@ -551,8 +555,8 @@ class _Filled(Dataset):
 
 
 def _sample_of(is_filler: bool, sample: Any) -> Any:
-    """The sample; for a filler without its image columns, because a filler's image tokens are
-    masked."""
+    """The sample; for a filler without its columns for images and other inputs, because a filler's
+    placeholder tokens are masked."""
     if not is_filler:
         return sample
     try:

@@ -34,15 +34,14 @@ BLOCKS = ("image", "image_url", "video", "video_url", "audio", "audio_url")
 
 
 class Media:
-    """Handles inputs other than text (images, videos) while records are read and tokenised. This
-    base class is for text models: it refuses records with such inputs. Picklable.
+    """Handles inputs other than text (images, videos, audio) while records are read and tokenised.
+    This base class is for text models: it refuses records with such inputs. Picklable.
 
     block: the text that stands for an image in a conversation. token_ids: the placeholder tokens.
     kinds: types that a value in the column `image` may have. is_read: False on a rank that does not
     need the contents, such as pixels. options: facts that determine the tokens, for the cache's
     key. unread: record columns with inputs that this model cannot take; unread_marks: marks for
-    such inputs in a text.
-    """
+    such inputs in a text."""
 
     block = ""
     token_ids: tuple[int, ...] = ()
@@ -89,13 +88,13 @@ class Media:
     def take(
         self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
     ) -> tuple[Any, ...]:
-        """Replace each image or video in `messages` by its text (`block` for an image), in place ->
-        the inputs, in order.
+        """Replace each input in `messages` by its text (`block` for an image), in place -> the
+        inputs, in order.
 
-        An input is a message block, or a mark in a message's text; one without a value of its own
-        takes the next value in of_columns. may_lead: if there are no marks, put the inputs before
-        the first question, as TRL does. Raises ValueError if inputs and marks differ in number.
-        This base class returns (), and raises ValueError if there is any input.
+        An input is a message block, or a mark in a message's text. If it has no value of its own,
+        it takes the next value in of_columns. may_lead: if there are no marks, put the inputs
+        before the first question, as TRL does. Raises ValueError if values and places for them
+        differ in number. This base class returns (), and raises ValueError if there is any input.
         """
         of_blocks = [message.pop("media", None) for message in messages]
         reason = "the model reads text: its config.json has no vision_config with "
@@ -110,10 +109,10 @@ class Media:
         return ()
 
     def of_tokens(self, ids: np.ndarray, values: list[Any], where: str) -> tuple[Any, ...]:
-        """The inputs `values` of a record that is given as token ids, with their sizes. ids: its
-        tokens, with every placeholder. Raises ValueError for an unusable input, or if `ids` has
-        another number of placeholders than the inputs take. Base class: ValueError for any input,
-        otherwise ()."""
+        """The inputs of a record that is given as token ids, with their sizes. ids: its tokens,
+        with every placeholder. values: the inputs in its columns. Raises ValueError for an unusable
+        input, or if the number of placeholders in `ids` is not the number of features. Base class:
+        ValueError for any input, otherwise ()."""
         return self.take([], values, False, where)
 
     # -- of a document
@@ -208,12 +207,12 @@ class Inputs:
 
     def media(self, folder: Path, tokenizer: Keys, keys: Keys) -> Media:
         """The Media of this model, which reads its inputs from records. folder: the model's. keys:
-        those of a run. Raises ValueError if the tokenizer lacks the placeholder tokens. Base class:
+        a run's keys. Raises ValueError if the tokenizer lacks the placeholder tokens. Base class:
         Media()."""
         return Media()
 
     def notes(self, args: Keys) -> list[str]:
-        """Report lines for a run whose training data have images or videos. args:
+        """Report lines for a run whose training data have inputs other than text. args:
         TrainingArguments. Raises ConfigError for arguments that do not work with them. Base class:
         []."""
         return []
@@ -272,8 +271,8 @@ class Inputs:
 
     def unused(self, model: Any, columns: Any) -> Any:
         """A zero to add to the loss. It gives a gradient of 0 to the input modules that a forward
-        pass with these columns does not use, so that these modules have gradients on ranks without
-        images too. Base class: 0.0."""
+        pass with these columns does not use, so that they have gradients on ranks without such
+        inputs too. Base class: 0.0."""
         return 0.0
 
     # -- on both

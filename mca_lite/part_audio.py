@@ -1,8 +1,8 @@
-"""Audio in conversations, and transformers' audio module in a model: WAV files, or others with
-soundfile; their log-mel spectra, whose features stand for placeholder tokens.
+"""Audio in conversations: reading files, computing spectra, placing placeholder tokens.
 
-Tokens of audio have the positions of text. A spectrum has 100 frames of a second.
-"""
+Python reads WAV files with 16-bit samples; other formats need soundfile. The audio module, in
+part_audio_model, turns an audio's log-mel spectrum into features, one per placeholder token. These
+tokens have rotary positions like text."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .part_pictures_data import Picture, PictureFile, Placed, Vision, read_pictu
 if TYPE_CHECKING:
     import torch
 
-_RATE = 16_000  # samples of a second that the model hears
+_RATE = 16_000  # the sampling rate in Hz that the models expect
 _TOKENS = ("audio_bos_token", "audio_token", "audio_eos_token")  # attributes of the tokenizer
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 
 
 class OfColumn(tuple[Any]):
-    """A value of a record's column of audios."""
+    """A value from a record's column of audios, marked so that it is not taken for an image."""
 
 
 @dataclass(frozen=True)
 class Audio(Picture):
-    """An encoded audio: a file's path, or else its bytes in `data`."""
+    """An encoded audio: a file's path, or its bytes in `data`; path is "" then."""
 
     kind: ClassVar[str] = "audio"
 
@@ -50,10 +50,9 @@ class Audio(Picture):
 
 
 def read_sound(audio: Audio, where: str, frames: bool = True) -> tuple[np.ndarray, int, int]:
-    """Read an audio file -> (waveform float32 [n], its channels averaged; n; sampling rate in Hz).
-    frames: False reads the header alone, and the waveform is empty. ValueError that names `where`
-    for a file that cannot be read.
-    """
+    """Read an audio file -> (waveform float32 [n], the mean of its channels; n; sampling rate in
+    Hz). frames: if False, only the header is read, and the waveform is empty. ValueError, naming
+    `where`, for a file that cannot be read, or that needs soundfile if soundfile is missing."""
     file: Any = audio.path if audio.data is None else io.BytesIO(audio.data)
     try:
         with wave.open(file) as sound:
@@ -81,8 +80,8 @@ def read_sound(audio: Audio, where: str, frames: bool = True) -> tuple[np.ndarra
 
 
 def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
-    """The samples at 16,000 of a second, ceil(n * 16000 / rate) of them: a windowed sinc, as
-    torchaudio's."""
+    """Resample a waveform from `rate` Hz to 16 kHz -> [ceil(n * 16000 / rate)], with a windowed
+    sinc filter as in torchaudio."""
     if rate == _RATE:
         return samples
     import torch
@@ -102,7 +101,8 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def num_tokens(frames: int, window: int) -> int:
-    """Features of an audio of so many frames, in chunks of 2 * window. Source: transformers."""
+    """The number of features, and so of placeholder tokens, for an audio of so many spectrum
+    frames. The audio module encodes chunks of 2 * window frames. Source: transformers."""
     chunks, rest = divmod(frames, 2 * window)
     for _ in range(3):  # convolutions of stride 2
         rest = (rest + 1) // 2
@@ -114,10 +114,10 @@ def num_tokens(frames: int, window: int) -> int:
 
 @dataclass(kw_only=True)
 class Hearing(Vision):
-    """Vision that reads audios beside pictures.
+    """Media of a model with images and audio.
 
-    around: the text of an audio. window: n_window of the audio module.
-    """
+    around: the text that stands for an audio in a conversation; contains its placeholder once.
+    audio_id: the placeholder's token id. window: n_window of the audio module."""
 
     around: str
     audio_id: int
@@ -159,7 +159,8 @@ class Hearing(Vision):
 
     @functools.cached_property
     def extractor(self) -> Any:
-        """transformers' WhisperFeatureExtractor."""
+        """transformers' WhisperFeatureExtractor with the model's settings. ValueError if the
+        model's folder has none, or if they are for another sampling rate than 16 kHz."""
         import transformers
 
         settings = self._audio_settings
@@ -196,7 +197,8 @@ class Hearing(Vision):
     # -- among the tokens
 
     def _frames(self, audio: Audio, where: str) -> int:
-        """Frames of an audio's spectrum, from its header."""
+        """The number of frames in an audio's spectrum, from the file's header. ValueError, naming
+        `where`, if the audio is too short."""
         _, count, rate = read_sound(audio, where, frames=False)
         samples, least = math.ceil(count * _RATE / rate), self.extractor.n_fft // 2 + 1
         expect(
@@ -214,7 +216,8 @@ class Hearing(Vision):
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
-        """Of an audio, its spectrum [frames, bins]."""
+        """For an audio, its log-mel spectrum [frames, bins]; ValueError if its file has changed
+        since it was tokenised. For an image, see Vision.pixels."""
         audio = placed.picture
         if audio.kind == "image":
             return super().pixels(placed)
@@ -255,7 +258,7 @@ class Hearing(Vision):
 
 
 class AudioStore(PictureFile):
-    """The pictures and audios of a token-cache shard."""
+    """PictureFile for images and audios: each record begins with its kind."""
 
     def write(self, picture: Any, data: Any) -> Any:
         return [picture.kind, *super().write(picture, data)]

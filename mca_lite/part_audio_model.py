@@ -1,6 +1,5 @@
-"""Audio in a language model: transformers' audio module beside the one for pictures. A step
-updates those of which it has an input.
-"""
+"""Audio in a language model: transformers' audio module beside the one for images. A step updates
+each of the two only if it has inputs for it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ _COLUMNS = ("input_features", "audio_lengths", "audio_grid")
 
 
 def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tensor:
-    """An audio module's features [n, h] of spectra [frames, bins]; None: of a chunk of zeros."""
+    """Features [n, h] of spectra [frames, bins] by an audio module. lengths: frames of each audio.
+    spectra None: the features of one chunk of zeros."""
     weight = module.conv_out.weight
     if spectra is None:  # bf16 convolutions of a frame or two have gradients that are NaN on CPUs
         spectra = weight.new_zeros(2 * module.n_window, module.num_mel_bins)
@@ -30,7 +30,7 @@ def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tens
 
 
 class Towers(Tower):
-    """transformers' modules for pictures and for audio."""
+    """transformers' modules for images and for audio."""
 
     def __init__(self, config: McaModelConfig):
         super().__init__(config)
@@ -46,7 +46,12 @@ class Towers(Tower):
         audio_lengths: torch.Tensor | None = None,
         audio_grid: Any = None,
     ) -> list[torch.Tensor] | None:
-        """Features as Tower's: those of pictures, and then those of audios."""
+        """[embedded, *deepstack] as from Tower.forward, for images and audios: features of images
+        before those of audios. If a module is trained and the micro-batch has no input for it, it
+        runs on zeros, and these features come last.
+
+        input_features: [frames, bins], spectra end to end. audio_lengths: frames of each audio.
+        audio_grid is not used."""
         is_idle = not (self.is_trained and torch.is_grad_enabled())
         found: list[tuple[bool, list[torch.Tensor]]] = []
         if pixel_values is not None or not is_idle:
@@ -58,7 +63,7 @@ class Towers(Tower):
             found.append((input_features is None, [audio, *nothing]))
         if not found:
             return None
-        found.sort(key=lambda pair: pair[0])  # those of no input stand behind, where no slot is
+        found.sort(key=lambda pair: pair[0])  # no token has the index of a feature without input
         features = zip(*(of_kind for _, of_kind in found), strict=True)
         return [F.pad(torch.cat(of_layer), (0, 0, 1, 0)) for of_layer in features]
 
@@ -107,7 +112,7 @@ class Hears(Pictures):
             return of_pictures
         audio = self.whole.audio_config
         rows, frames, values = audio.num_mel_bins, 2 * audio.n_window, 0.0
-        for _ in range(3):  # each convolution's output, before and behind its GELU
+        for _ in range(3):  # each convolution's output is kept before and after its GELU
             rows, frames = (rows + 1) // 2, (frames + 1) // 2
             values += 2 * audio.downsample_hidden_size * rows * frames
         layer = 11 * audio.d_model + 2 * audio.encoder_ffn_dim  # as in _KEPT of pictures

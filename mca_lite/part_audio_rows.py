@@ -1,6 +1,5 @@
-"""The family that hears: qwen3_omni_moe's thinker, which is trained; exports carry its talker. Also
-the columns of its batches.
-"""
+"""The model family with audio: the thinker of qwen3_omni_moe. Exports copy the talker and code2wav,
+which are not trained, from the source. Also the columns of audio in batches."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Callbacks that keys ask for: early stopping and the profiler; and trackers of the log."""
+"""Callbacks that keys turn on, early stopping and the profiler; and trackers, which send log lines
+to TensorBoard or Weights & Biases."""
 
 import os
 from collections.abc import Callable
@@ -24,11 +25,11 @@ def of_keys(args: Keys) -> list[TrainerCallback]:
 
 
 class EarlyStopping(TrainerCallback):
-    """Stops training after early_stopping_patience evaluations in a row that improve the ranking
-    metric by no more than early_stopping_threshold.
+    """Stops training after early_stopping_patience evaluations in a row that improve the best value
+    of the ranking metric by no more than early_stopping_threshold.
 
-    A resumed run counts on: the count is rebuilt from the checkpoint's state.log_history. If the
-    patience is used up already, no step is made."""
+    A resumed run continues the count, which is rebuilt from the checkpoint's state.log_history. If
+    the patience is used up already, no step is made."""
 
     evaluations_without_gain = 0
     _best: float | None = None
@@ -64,7 +65,7 @@ class EarlyStopping(TrainerCallback):
 
 
 class Profiler(TrainerCallback):
-    """Profiles steps `first` to `last`, counted from 1: writes one trace per rank to
+    """Profiles steps `first` to `last` of the run, counted from 1, and writes one trace per rank to
     output_dir/profile."""
 
     def __init__(self, first: int, last: int) -> None:
@@ -116,9 +117,9 @@ class Profiler(TrainerCallback):
 
 
 def _tensorboard(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Open a TensorBoard log in output_dir/runs -> (a function that logs {name: value} of a step, a
-    function that closes the log). resumed_step: entries after it, from a crashed run, are hidden.
-    """
+    """Open a TensorBoard log in output_dir/runs -> (a function that logs {name: value} for a step,
+    a function that closes the log). resumed_step: the step from which the run resumes; later
+    entries, from a crashed run, are hidden. 0: the run starts anew."""
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what a crashed run wrote after the resumed step

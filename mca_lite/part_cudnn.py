@@ -68,7 +68,7 @@ def _backward(
     scale: float | None,
 ) -> Any:
     """Gradients of q, k and v for one call of _forward. out and lse: attention's output and
-    log-sum-exps over all keys of the segment, also those of the segment's other call."""
+    log-sum-exps over all keys of the segment, including the keys of the segment's other call."""
     if not q.is_cuda:
         return _CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), 0.0, is_causal, scale=scale)
     cum_q, cum_k, max_q, max_k, seed, offset = more

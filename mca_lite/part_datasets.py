@@ -1,8 +1,8 @@
-"""The training loss of each dataset, beside that of all: the key `log_each_dataset`.
+"""Log the training loss of each dataset beside the loss over all: the key `log_each_dataset`.
 
-A sample has its dataset's index, and a loss its terms: those of tokens, pairs or answers. Terms are
-summed by index in (sum, count) pairs like every metric, so all layouts give the same means.
-"""
+Each sample carries the index of its dataset. Per-token losses (for stages with pairs or answers:
+their losses) are summed by this index into (sum, count) pairs, like every metric, so all layouts
+give the same means."""
 
 import functools
 from collections.abc import Callable
@@ -44,9 +44,8 @@ class EachDataset(TrainerCallback):
     """Callback that logs the training loss of each dataset, as metric loss/<name>.
 
     data: the run's DatasetBundle; its training set gets the column "dataset_index", in place.
-    names: the datasets; a file is shown by its name without folder and suffix, unless two would
-    then be the same.
-    """
+    names: the datasets. A file is shown by its name without folder and suffix, unless two files
+    would then have the same name."""
 
     def __init__(self, data: Any, names: list[str]) -> None:
         stems = [name_of_set(name) for name in names]
@@ -55,7 +54,7 @@ class EachDataset(TrainerCallback):
         COLUMNS[COLUMN] = Column("sample", "int64", given_by=("sample", "collator"))
         if isinstance(data.train, Stream):
             stream: Any = data.train
-            _ = stream.identity  # kept from now on: what is logged does not change the data
+            _ = stream.identity  # cached now, because the column must not change it
             for number, reader in enumerate(stream.readers):
                 reader.columns[COLUMN] = number
         elif data.train is not None:
@@ -70,9 +69,8 @@ class EachDataset(TrainerCallback):
     def _measured(
         self, trainer: Any, batch: dict[str, Any], loss_func: Callable[..., Any], output: Any
     ) -> tuple[Any, ...]:
-        """Call loss_func(output), and add to its metrics the (sum, count) of each dataset's losses.
-        ValueError if the trainer's loss does not set `terms`. batch: the micro-batch.
-        """
+        """Call loss_func(output), and add to its metrics (sum, count) of each dataset's losses.
+        batch: the micro-batch. ValueError if the trainer's loss does not set `terms`."""
         trainer.terms = None
         total, count, metrics = loss_func(output)
         expect(
@@ -89,11 +87,10 @@ class EachDataset(TrainerCallback):
     def _sums(
         self, backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
     ) -> torch.Tensor:
-        """float64 [datasets, 2]: sum and count of the losses of each dataset in this rank's
+        """float64 [datasets, 2]: sum and count of each dataset's losses in this rank's share of a
         micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
 
-        labels, losses: see McaTrainer.terms.
-        """
+        labels, losses: the trainer's `terms`."""
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
             losses = losses[..., 0]
@@ -102,10 +99,10 @@ class EachDataset(TrainerCallback):
         if COLUMN not in batch:
             return pairs.new_zeros(len(self.keys), 2)
         ranks, rank, *_ = backend.context_parallel
-        if losses.dim() > 1:  # of tokens
+        if losses.dim() > 1:  # one loss per token
             real = to_device(real_documents(batch).nonzero()[:, 0], pairs.device)
             pairs = in_documents(batch, pairs, ranks).index_select(1, real)
-        else:  # of samples, which context-parallel ranks all have
+        else:  # one loss per sample, equal on all context-parallel ranks: the first counts it
             pairs = pairs * (rank == 0)
         places = torch.arange(len(self.keys), device=pairs.device)
         is_of = batch[COLUMN] == places[:, None]  # [datasets, samples]

@@ -1,4 +1,4 @@
-"""The key of the loss of each dataset."""
+"""The key log_each_dataset, and its rule."""
 
 from dataclasses import dataclass
 

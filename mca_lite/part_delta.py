@@ -309,8 +309,8 @@ def delta_rule_by_kernels(
     beta: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """gated_delta_rule by flash-linear-attention's kernels, with the same arguments except borders:
-    cu_seqlens of a packed row; None: each row is one document."""
+    """gated_delta_rule by flash-linear-attention's kernels. borders, in place of `documents`:
+    cu_seqlens of a packed row; None: each row is one document. The other arguments are the same."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     rows = (x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta))

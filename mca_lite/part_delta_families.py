@@ -1,4 +1,4 @@
-"""Families with gated delta nets: Qwen3-Next and Qwen3.5. Their rows, without torch."""
+"""Families with gated delta nets: Qwen3-Next and Qwen3.5. This module does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,8 +57,8 @@ def delta_attention(*of_delta_net: str) -> Iterator[Row]:
 
 
 def parts_of(kind: str, config: Any) -> list[int]:
-    """Row counts of the matrices in a gated delta net's Hugging Face tensor, from q, k, v, gates, b
-    and a. kind "delta": six separate ones; "delta_grouped": [qkv and gates, b and a];
+    """Row counts of the parts of a gated delta net's Hugging Face tensors, where gates are z. kind
+    "delta": [q, k, v, gates, b, a]; "delta_grouped": [q, k, v and gates, b and a];
     "delta_convolution": [q, k, v]."""
     of_keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads

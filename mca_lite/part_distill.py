@@ -202,9 +202,8 @@ class Head:
 
 @dataclass
 class Resident:
-    """A micro-batch's teacher that stays in memory. hidden: the teacher's last hidden states [b, s,
-    h] on this rank.
-    """
+    """A teacher in memory, for one micro-batch. hidden: the teacher's last hidden states [b, s, h]
+    on this rank."""
 
     head: Head
     hidden: torch.Tensor
@@ -233,12 +232,11 @@ class Resident:
 
 @dataclass
 class Cached:
-    """A micro-batch's stored teacher.
+    """A teacher's stored rows for one micro-batch.
 
     read(indices [m]): returns the stored rows, a structured array [m]. rows: row index of each
     token on this rank, int64 [b, s], -1 for none. Only the last pipeline stage reads rows, once per
-    micro-batch.
-    """
+    micro-batch."""
 
     read: Callable[[np.ndarray], np.ndarray]
     rows: torch.Tensor
@@ -433,9 +431,9 @@ class DistillTrainer(ScoredTrainer):
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The micro-batches with "teacher" added: a Cached; or a Resident, for which the teacher
-        runs forward (collective), and pipeline stages before the last add nothing.
-        """
+        """Add "teacher" to each micro-batch -> the micro-batches. If rows are stored it is a
+        Cached. Otherwise the teacher runs forward (collective), and it is a Resident; pipeline
+        stages before the last then add nothing."""
         if self._k:
             return [
                 {**batch, "teacher": Cached(self._read, self._numbers_of(batch))}
@@ -565,9 +563,8 @@ class DistillTrainer(ScoredTrainer):
 
     def _check_vocabulary(self, store: RowStore) -> None:
         """Raise CheckpointError if the stored rows were computed over another number of token ids
-        than this run compares. A smaller number is accepted if it comes first and no teacher is
-        loaded: then only those ids are compared.
-        """
+        than this run compares. A smaller number is accepted for the first data set if no teacher is
+        loaded: the run then compares only these ids."""
         known = self._num_tokens
         size = store.identity.setdefault("vocab_size", known)
         is_narrower = size < known and not self._maps and self._chunks is None
@@ -599,9 +596,8 @@ class DistillTrainer(ScoredTrainer):
 
     def _prepare_samples(self, samples: Any) -> Any:
         """For a stored teacher, the samples with "teacher_row" added; rows that are not stored are
-        computed now. Otherwise the samples unchanged. CheckpointError if rows are missing and there
-        is no teacher. Collective.
-        """
+        computed now. Otherwise the samples unchanged. ValueError for a stream with a stored
+        teacher, CheckpointError if rows are missing and there is no teacher. Collective."""
         if not self._k or isinstance(samples, WithRows):
             return samples
         expect(

@@ -216,7 +216,7 @@ class DPOTrainer(ScoredTrainer):
         for dataset in datasets:
             self.check_samples(dataset)
             is_packed = isinstance(dataset, Packs) or len(documents_of(dataset[0])) > len(SIDES)
-            # rows of unequal numbers of samples: pipeline stages must know the shape
+            # rows then have unequal numbers of samples, and pipeline stages must know a row's shape
             expect(
                 args.sequence_packing or not is_packed,
                 "the data set has packs, and sequence_packing is false: set it to true",
@@ -251,10 +251,9 @@ class DPOTrainer(ScoredTrainer):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """(extra forward passes of the trained model per step: 1 if a loss needs the
-        log-probabilities of the whole global batch beforehand, otherwise 0; always 1, the forward
-        passes of a reference model, if there is one in each step). For FLOPs.
-        """
+        """For counting FLOPs: (extra forward passes of the trained model per step, forward passes
+        of a reference model that runs in each step). The first is 1 if a loss needs the
+        log-probabilities of the whole global batch beforehand, otherwise 0; the second is 1."""
         return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
     @classmethod

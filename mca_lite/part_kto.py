@@ -245,11 +245,11 @@ class KTOTrainer(DPOTrainer):
 class Mismatched(View):
     """A view of labelled samples for KTO's estimate of the KL divergence. Each sample gets two
     documents: its own, and a mismatched one, which joins its prompt with another sample's answer.
-    That is the sample before it in its block; for a block's first sample, the block's last one.
+    The other sample is the one before it in its block, and for a block's first sample the block's
+    last one.
 
     block: samples per block; a sample alone in its block gets the answer of the sample before it in
-    the data set. cutoff_len: maximum tokens of a mismatched document; None: no limit.
-    """
+    the data set. cutoff_len: maximum tokens of a mismatched document; None: no limit."""
 
     documents_per_sample = 2
 
@@ -299,7 +299,8 @@ def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     }
     for name in document.keys() - joined.keys():
         column = COLUMNS.get(name)
-        if column is not None and column.per == "token" and column.to_model:  # of pictures
+        # positions of tokens, which documents with pictures have
+        if column is not None and column.per == "token" and column.to_model:
             before = np.asarray(document[name])[: start + 1]
             joined[name] = np.append(before, before[-1] + np.arange(1, len(answer)))
     return joined

@@ -6,11 +6,11 @@ computes again together; megatron's checkpoint keeps only its inputs (borders).
     recompute_keep: core_attn   a unit's first pass keeps the outputs of its attention kernels; its
                                 second pass reuses them and calls no kernel
     activation_offloading       borders and kept outputs wait in host memory for the backward pass
-    mlp_chunk_size              an MLP, or experts, process so many tokens at once, in both passes
+    mlp_chunk_size              an MLP processes so many tokens of a rank at once, experts so many
+                                rows (a token has one per chosen expert), in both passes
 
 The first two do not change a bit. Kernel outputs are kept, rather than attention's output: key
-gathers and rotations run again, and the kernels' backward gets the same tensors as without this.
-"""
+gathers and rotations run again, and the kernels' backward gets the same tensors as without this."""
 
 import collections
 import contextlib
@@ -348,8 +348,8 @@ def _attend(
     with _Keeping(unit):
         if unit.is_again:
             return forward(query, key, value, *args)
-        # as in the second pass: kernels leave out numbers of a backward pass without one
-        # that has a graph, which is dropped: it need not keep anything
+        # Gradients are enabled, as in the second pass: otherwise kernels would not return the
+        # log-sum-exps that backward needs. This graph is dropped, so it saves no tensors.
         nothing = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x)
         with torch.enable_grad(), nothing:
             heads = (x.detach().requires_grad_() for x in (query, key, value))

@@ -1,8 +1,7 @@
-"""Memory of the keys for long rows, from a config alone: for plan.
+"""Estimates for `plan`, from a config alone: the memory that layers keep with part_long's keys.
 
-Bytes are those of a token on this rank. Letters: w bytes of an activation, h hidden size, n heads
-of this rank, v channels of a value.
-"""
+Bytes are per token on this rank. Letters: w bytes per activation value, h hidden size, n heads on
+this rank, v channels of a value."""
 
 from typing import NamedTuple
 
@@ -17,8 +16,8 @@ class Kept(NamedTuple):
 
 
 def results(config, layer: int, sizes) -> float:
-    """Bytes per token that recompute_keep keeps of a layer, numbered from 0: attention's output, w
-    n v, and its log-sum-exps, 4 n; 0 for linear attention, and without recompute_keep. sizes:
+    """Bytes per token that a layer (counted from 0) keeps with recompute_keep: attention's output,
+    w n v, and its log-sum-exps, 4 n. 0 for linear attention, and without recompute_keep. sizes:
     RankSizes."""
     if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
         return 0.0
@@ -29,13 +28,13 @@ def results(config, layer: int, sizes) -> float:
 
 
 def tiled(config, layer: int, sizes, tokens: float, of_layer: float, of_mlp: float) -> tuple:
-    """(bytes per token of a layer, of its MLP) with mlp_chunk_size, from those without, of_layer
-    and of_mlp. An MLP's activations are then those of one tile; experts' inputs stay for the
-    backward pass. tokens: of a micro-batch on this rank."""
+    """(bytes per token of a layer, of its MLP) with mlp_chunk_size. of_layer, of_mlp: the same
+    without it. An MLP's activations are those of one tile; experts also keep their inputs for the
+    backward pass. tokens: tokens of a micro-batch on this rank."""
     rows = config.mlp_chunk_size * sizes.sp
     inputs = 0.0
     if config.is_moe_layer(layer):
-        # a tile has rows of experts, of which a token has several
+        # a tile has rows of experts, and a token has one row per chosen expert
         tokens *= config.moe_router_topk
         inputs = sizes.w * config.moe_router_topk * sizes.h / sizes.sp
     tile = inputs + (of_mlp - inputs) * min(rows / tokens, 1.0)
@@ -43,11 +42,12 @@ def tiled(config, layer: int, sizes, tokens: float, of_layer: float, of_mlp: flo
 
 
 def kept(config, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
-    """Bytes per token of recomputed layers with recompute_keep and activation_offloading.
+    """Bytes per token of recomputed layers with recompute_keep or activation_offloading.
 
     inputs: bytes of a unit's inputs. units: number of units. of_results: results() of each
-    recomputed layer. again: bytes of a unit while it is recomputed. With offloading all is in host
-    memory, and the device has two units: the one recomputed, and the one before it."""
+    recomputed layer. again: bytes of a unit while it is recomputed. With offloading everything is
+    in host memory, and at most two units are on the device: the one recomputed, and the one before
+    it."""
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
     again -= of_unit  # the same storages
