@@ -1,7 +1,6 @@
 """mca_lite: train Hugging Face models on megatron-core, from one YAML file.
 
-The public names are imported at their first use: `import mca_lite` takes no time.
-"""
+The public names are imported at their first use, so that `import mca_lite` loads no torch."""
 
 from importlib import import_module
 

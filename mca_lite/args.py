@@ -508,12 +508,14 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def world_size(self) -> int:
-        """Number of processes: torchrun's WORLD_SIZE, or 1 without torchrun."""
+        """Number of processes: the environment variable WORLD_SIZE, which launchers set; 1 without
+        it."""
         return world.current().size
 
     @property
     def process_index(self) -> int:
-        """This process's global rank: torchrun's RANK, or 0 without torchrun."""
+        """This process's global rank: the environment variable RANK, which launchers set; 0 without
+        it."""
         return world.current().rank
 
     @property

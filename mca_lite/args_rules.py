@@ -84,7 +84,7 @@ _RUN = (
 
 
 def name_of_set(file: str) -> str:
-    """The name that a file of eval_dataset has in metrics: "math" for "data/math.jsonl"."""
+    """The name of a dataset in metrics, without folder and suffix: "math" for "data/math.jsonl"."""
     return Path(file).stem  # a folder may end with a slash
 
 
@@ -109,8 +109,9 @@ def normalise_data(a: Keys) -> None:
 
 
 def check_data(a: Keys, judge: Judge) -> None:
-    """Check the keys of DataArguments, alone and against each other; add a Problem to `judge` for
-    each broken rule."""
+    """Add Problems to `judge` for keys of DataArguments that break a rule, alone or together, such
+    as a chat_template that is neither built in, nor a file, nor a template's text. A rule about a
+    key that already has a Problem is not reported."""
     judge.apply(_DATA)
     names = [name_of_set(name) for name in a.eval_dataset or ()]
     judge.expect(

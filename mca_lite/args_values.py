@@ -255,9 +255,9 @@ def default_of(item: dataclasses.Field[Any]) -> Any:
 
 
 def example(item: dataclasses.Field[Any]) -> str:
-    """A config line that an error suggests, such as `save_steps: 500`: the key with its default, or
-    with its lower limit if the default is None. If neither is text or a number: the key with its
-    help text."""
+    """A config line for an error to suggest, such as `save_steps: 500`: the key with its default;
+    if the default is None, with the field's limit `low`. If this value is not text, a number, or a
+    boolean, the line shows the key's help instead: `dataset: <files, or names>`."""
     default = default_of(item)
     if default is None:
         default = item.metadata.get("low")
@@ -351,8 +351,8 @@ class ArgumentGroup:
         it; here it does nothing."""
 
     def check(self, judge: Judge) -> None:
-        """Add a Problem to `judge` for each broken rule of the group. Groups override it; here it
-        does nothing."""
+        """Add Problems to `judge` for broken rules of the group. Groups override it; here it does
+        nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
         """{field: value} for the keys that set a field of megatron's OptimizerConfig (config

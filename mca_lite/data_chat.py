@@ -118,9 +118,9 @@ class Rendered(NamedTuple):
 
 
 def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
-    """The result of render(), run in a thread, or its exception. place() names the record at work
-    and is called every RENDER_S seconds. Raises ValueError if two calls give the same: a chat
-    template may never end."""
+    """Run render() in a thread -> its result; its exception is raised here. place() names the
+    record that is being rendered, and is called every RENDER_S seconds. Raises ValueError if it
+    names the same record twice in a row, because a chat template may never end."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:

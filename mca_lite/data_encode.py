@@ -151,7 +151,7 @@ class Reader:
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
         self.columns = data_records.dataset_columns(spec, data_args)
-        self.columns |= dict.fromkeys(objective.columns)  # only records have them
+        self.columns |= dict.fromkeys(objective.columns)  # their values come from records alone
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """Yield (record, position after it), from position `start` on. Raises ValueError if there
@@ -361,8 +361,8 @@ class Encoder:
         ]
 
     def _placed(self, rendered: Rendered, media: tuple[Any, ...], where: str) -> Rendered:
-        """The rendered text with those images of its conversation that stand in it, with their
-        sizes."""
+        """The rendered text, with those inputs of its conversation, such as images, that occur in
+        it, and with their sizes."""
         placed = self.media.placed(rendered.text, media, where)
         return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 

@@ -403,15 +403,14 @@ def build_once(
     what: str,
     is_ready: Callable[[], bool] | None = None,
 ) -> None:
-    """Make a file or folder `target` exist, with several processes calling: one runs
+    """Make a file or folder `target` exist when several processes call this: one runs
     build(temporary path, progress) and renames the result, the others wait for it. On a file system
-    without locks between machines, one of each machine builds.
+    without locks between machines, one process per machine builds.
 
-    If that process dies or fails, its lock becomes free and the next process builds. what: names
-    the work in lines on stderr. is_ready: True if `target` can be used as it is (default: if it
-    exists); otherwise it is replaced. Raises the error of build(); ValueError if files cannot be
-    read or written.
-    """
+    If the building process dies or fails, its lock becomes free and the next process builds. what:
+    names the work in lines on stderr. is_ready: True if `target` can be used as it is (default: if
+    it exists); otherwise it is replaced. Raises the error of build(); ValueError if files cannot be
+    read or written."""
     is_ready = is_ready or target.exists
     if is_ready():
         return

@@ -199,8 +199,8 @@ _OTHER_BLOCK = (
 
 def _read_blocks(blocks: list[Any], where: str) -> dict[str, Any]:
     """The content, media, thinking and tool calls of a message, read from a list of content blocks,
-    OpenAI's or (with "value") LLaMA-Factory's. In the content, MARK stands for an image or video.
-    Raises ValueError for other blocks."""
+    OpenAI's or (with "value") LLaMA-Factory's. In the content, MARK stands for an image, video or
+    audio. Raises ValueError for other blocks."""
     message: Message = {"content": "", "media": []}
     for block in blocks:
         block = _without((), block) if isinstance(block, dict) else block
@@ -436,8 +436,8 @@ def _text_column(spec: DatasetSpec) -> str:
 
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
     """A record's text: the declared text or prompt column, else "text", with the query column on a
-    line below if dataset_info.json declares one. Raises ValueError for a record with pictures or
-    videos."""
+    line below if dataset_info.json declares one. Raises ValueError for a record with images, videos
+    or audio."""
     if isinstance(record, str):
         return record
     expect(

@@ -73,7 +73,7 @@ def _without_rope(is_without: Iterable[bool]) -> dict[str, list[int]]:
 
 def _exaone4(hf: Any) -> dict[str, Any]:
     """Config fields for EXAONE 4: layers without a sliding window have no rotary embedding. If no
-    layer has a window, every layer has it."""
+    layer has a window, every layer has a rotary embedding."""
     if hf.sliding_window is None:
         return {}
     return _without_rope(name == "full_attention" for name in hf.layer_types)
@@ -219,7 +219,7 @@ def _deepseek_v2(hf: Any) -> dict[str, Any]:
 
 
 _SCALAR = "layer_scalar"  # a constant that multiplies a layer's output
-LANGUAGE_MODEL = "language_model"  # the part of a model that is not for images
+LANGUAGE_MODEL = "language_model"  # the part of a model that is not for images or audio
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(dense_rows(), refusals="hidden_act attention_bias mlp_bias"),
@@ -539,8 +539,8 @@ FAMILIES |= {
 
 # -- models with inputs other than text: parts register them, with another family's language model
 
-# prefixes of transformers' modules -> prefixes in files: in older ones, such as Qwen2-VL's on the
-# hub, and in those of a model that speaks, whose thinker is trained
+# Prefixes of transformers' modules -> prefixes in files: in older files, such as Qwen2-VL's on the
+# hub, and in files of a model that also generates speech, of which the thinker is trained.
 OLDER_PREFIXES = {
     "model.visual.": "visual.",
     "model.audio_tower.": "audio_tower.",
@@ -571,8 +571,8 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
 
 
 def needs_file(values: dict[str, Any]) -> bool:
-    """True for the contents of a config.json that transformers has to read from the file: without
-    it, it would choose another class."""
+    """True if transformers has to read a config.json from its file, because its contents alone may
+    lead to another config class. values: the contents."""
     kind = str(values.get("model_type"))
     is_special = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
     return kind not in SAME_AS and (kind not in FAMILIES or is_special)

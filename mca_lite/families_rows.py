@@ -164,8 +164,8 @@ def moe_rows(
     bias_of: str = "gate.",
 ) -> Iterator[Row]:
     """Yield the rows of a layer's router and routed experts, with one tensor per expert and
-    projection as in Hugging Face's files. bias_of: the prefix of the router's bias. The others are
-    Hugging Face's names of modules."""
+    projection as in Hugging Face's files. bias_of: the prefix of the router's bias. The other
+    arguments are Hugging Face's names of modules."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
@@ -224,7 +224,7 @@ def decoder_rows(
     return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
 
 
-# their numbers follow those of the decoder's layers in most Hugging Face files
+# In most Hugging Face files multi-token prediction layers are numbered after the decoder's layers.
 PREDICTION_LAYERS = "mtp.layers.{}."
 PREDICTION_KEY = "num_nextn_predict_layers"
 

@@ -354,8 +354,8 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinker_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json about the thinker, which is trained, of a model that speaks; the
-    whole of other models."""
+    """The thinker_config in a config.json, for a model that also generates speech, of which the
+    thinker is trained; the whole config.json for other models."""
     return values.get("thinker_config") or values
 
 
@@ -366,12 +366,12 @@ def read_model_config(
     own_weights: bool = True,
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
-    """The content of the first of `files` in a model's folder, or of config.json on the hub. If it
-    cannot be used, `judge` gets a Problem and the result is {}.
+    """The content of the first of `files` in a model's folder, or of config.json on the hub (see
+    thinker_values for a model that also generates speech). If it cannot be used, `judge` gets a
+    Problem and the result is {}.
 
     own_weights: True if the model's weights will be read too; a checkpoint in mcore_adapter's
-    format is a Problem then.
-    """
+    format is a Problem then."""
     folder = Path(name)
     of_mcore_adapter = own_weights and why_mcore_adapters(folder)
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():

@@ -165,7 +165,7 @@ class TorchHost:
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
         """Freeze the weights and cast them to `dtype`, except that weights of modules in `trained`
         become trainable float32. Buffers stay."""
-        # not the buffers: rotary frequencies stay exact
+        # buffers are not cast, so that rotary frequencies stay exact
         for name, parameter in self.model.named_parameters():
             is_trained = module_of(name) in trained
             parameter.requires_grad_(is_trained)

@@ -372,8 +372,8 @@ class AdamW(torch.optim.Optimizer):
             self._update(group, p, grad, factor)
 
     def take_back(self) -> None:
-        """Decrease the step counts by the last step(), whose factor was NaN. Nothing else of that
-        step has to be undone."""
+        """Lower the step counts by 1, to undo the last step(), whose factor was NaN: it changed
+        nothing else."""
         for _, p, _ in self._gradients():
             self.state[p]["step"] -= 1
 

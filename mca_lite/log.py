@@ -563,7 +563,7 @@ class Report(TrainerCallback):
 
 def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
     """The sections of the start summary, {section: {name: value}}: model, layout, steps, automatic
-    choices, and those that the trainer was given."""
+    choices, and the sections that the trainer was given."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)

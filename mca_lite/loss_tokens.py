@@ -315,7 +315,7 @@ def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
     elif into.is_cuda and left.itemsize == 2:
         torch.addmm(into, left.t(), right, out_dtype=into.dtype, out=into)
     else:
-        # in slices of the vocabulary, because the product is as large as the weight
+        # sliced over the vocabulary, because the whole product is as large as the weight
         for columns, part in zip(left.split(_SLICE, 1), into.split(_SLICE), strict=True):
             part += columns.t() @ right
 

@@ -155,7 +155,7 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         # megatron-core reads the gradient of every tensor
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        # on a GPU the summary shows it once
+        # the start summary of a run on a GPU shows this warning once
         warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
         # 0.19 imports a multimodal model together with its schedules
         warnings.filterwarnings("ignore", "MimoModelConfig is experimental")

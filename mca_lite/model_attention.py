@@ -99,8 +99,8 @@ def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) [t, 1, 1, rotary_dim] for the positions in a RowLayout: computed in float32,
-    returned in `dtype`. The last 2 results are cached, so that layers share them, and long rows of
-    steps before take no memory: one is for each of two kinds of layers."""
+    returned in `dtype`. The last two results are cached, one for each of two kinds of layers, so
+    that layers share them and the tables of earlier rows are freed."""
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     return rope.tables(angles, dtype)

@@ -234,8 +234,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     full_query_groups: int | None = None
     layer_scalars: bool = False  # a constant multiplies each layer's output
     attention_sinks: bool = False  # each head has a learned score beside those of its keys
-    add_output_bias: bool = False  # for attention's output linear
-    add_moe_bias: bool = False  # for routers and experts
+    add_output_bias: bool = False  # attention's output linear has a bias
+    add_moe_bias: bool = False  # routers and experts have biases
     # "allgather", megatron's default, forbids variable lengths even for dense models
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = True

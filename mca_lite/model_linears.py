@@ -195,8 +195,8 @@ def _peers_of(way: Way, x: torch.Tensor) -> Any:
 
 
 def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
-    """Start to gather x [s / tp, b, k] to [s, b, k] -> (result, handles to wait for). If tokens are
-    not sharded: (x, []). Collective over way.group."""
+    """Start to gather x [s / tp, b, k] to [s, b, k] -> (result, handles to wait for before it is
+    read). Collective over way.group. If tokens are not sharded: (x, []), without communication."""
     if not way.cuts_tokens:
         return x, []
     x = x.contiguous()
@@ -210,11 +210,10 @@ def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
 
 def start_sum(grad: torch.Tensor, weight: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
     """Compute grad [s, b, n] @ weight [n, k] and start to sum it over the group -> (result, handles
-    to wait for).
+    to wait for before it is read).
 
     The result is [s, b, k], or this rank's [s / tp, b, k] if tokens are sharded. Collective over
-    way.group.
-    """
+    way.group; without a group nothing is summed."""
     if way.cuts_tokens and way.overlaps and grad.is_cuda:
         return multiply_scatter(grad, weight, way), []
     product = grad @ weight

@@ -115,7 +115,8 @@ class Hears(Pictures):
         for _ in range(3):  # each convolution's output is kept before and after its GELU
             rows, frames = (rows + 1) // 2, (frames + 1) // 2
             values += 2 * audio.downsample_hidden_size * rows * frames
-        layer = 11 * audio.d_model + 2 * audio.encoder_ffn_dim  # as in _KEPT of pictures
+        # values that a layer saves per frame, as counted for pictures (part_pictures_model._KEPT)
+        layer = 11 * audio.d_model + 2 * audio.encoder_ffn_dim
         kept = audio.encoder_layers * layer
         if self.config.recompute_granularity == "full":
             kept = audio.encoder_layers * audio.d_model + layer

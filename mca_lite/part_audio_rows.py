@@ -18,7 +18,7 @@ FAMILIES["qwen3_omni_moe_thinker"] = replace(
     constants={
         key: value
         for key, value in _FAMILY.constants.items()
-        if key != "moe_router_norm_topk_prob"  # its config.json says it
+        if key != "moe_router_norm_topk_prob"  # config.json has a value for it
     },
     vision_parts={
         **_PARTS,
@@ -34,6 +34,6 @@ COLUMNS |= {
     # log-mel spectra [frames, bins] of audios end to end, and how many frames each has
     "input_features": Column("input", to_model=True, given_by=GIVEN),
     "audio_lengths": Column("input", "int64", to_model=True, given_by=GIVEN),
-    # as image_grid_thw: an audio is a line of features
+    # grids like those of image_grid_thw, in which an audio is one line of features
     "audio_grid": Column("input", "int64", to_model=True, given_by=GIVEN),
 }

@@ -143,4 +143,5 @@ def _wandb(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[
     return lambda numbers, step: run.log(numbers, step=step), run.finish
 
 
-TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}  # by the values of report_to
+# value of report_to -> the function that opens its tracker
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}

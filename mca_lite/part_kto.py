@@ -177,7 +177,8 @@ class KTOTrainer(DPOTrainer):
         mismatched = self._of_each_two(both, 1)
         logps = self._log_probs(self.models, mismatched, row_length(mismatched[0]))
         sums = torch.zeros(2, device=parallel.device())
-        for batch, of_batch in zip(both, logps, strict=False):  # none on earlier pipeline stages
+        # pipeline stages before the last have no log-probabilities
+        for batch, of_batch in zip(both, logps, strict=False):
             reference = batch["reference"].to(of_batch.device)[1::2]
             sums += torch.stack([(of_batch - reference).sum(), of_batch.new_tensor(len(reference))])
         total, count = self.backend.reduce(sums)
