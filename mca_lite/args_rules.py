@@ -1,4 +1,4 @@
-"""Rules for the keys of a run: those of data and finetuning, and those between groups of keys.
+"""Rules for the keys of a run: within the groups of data and finetuning, and between groups.
 
 Each rule takes the arguments `a`, an object whose attributes are keys, and a Judge (errors.py) that
 collects problems. args.parse_args applies them; the Python constructors (DPOConfig, the trainers)

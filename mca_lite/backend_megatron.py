@@ -190,9 +190,8 @@ class MegatronBackend(Backend):
         return total * self.config.context_parallel_size, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that share each row. Backward passes the gradient on unchanged, as
-        that of this rank's part: megatron sums gradients over these ranks. Collective in forward.
-        """
+        """Sum over the ranks that share each row. Backward returns the gradient unchanged, because
+        megatron sums parameter gradients over these ranks. Collective in forward."""
         if self.config.context_parallel_size == 1:
             return values
         group = mpu.get_context_parallel_group()

@@ -172,7 +172,7 @@ class TokenLossModel(torch.nn.Module):
     def _head_is_plain(self) -> bool:
         """True if the model's logits are the last hidden states times the head's weight. Tested by
         a forward pass in which large numbers replace the head's output, because a cap would not
-        change small ones."""
+        change small ones. ValueError if the model does not run."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()

@@ -72,7 +72,8 @@ def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _take(folder: Path, held: contextlib.ExitStack) -> bool:
-    """Lock the folder until `held` closes -> True if this process had not locked it before."""
+    """Lock the folder until `held` closes -> True if this process had not locked it before.
+    OutputFolderError if another run has locked it, or if it cannot be written."""
     # a singleton per path and process: a second lock counts up instead of waiting
     lock = FileLock(folder.absolute() / LOCK_NAME, is_singleton=True)
     is_new = not lock.is_locked
@@ -402,7 +403,7 @@ def choose(
     say: Callable[[str], None],
 ) -> Path | None:
     """Find and verify the checkpoint to resume from, as find() does, without changing output_dir ->
-    its folder; None to start anew. Collective."""
+    its folder; None to start anew. Raises CheckpointError as find() does. Collective."""
     if choice not in (True, "auto"):
         refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")

@@ -580,9 +580,9 @@ def _fill_optimizer(
     fill_all: Callable[[list[Any]], Iterable[Any]],
     of_kinds: list[int],
 ) -> None:
-    """Load the optimizer states that this rank steps. Beside them, whole states of one parameter at
-    a time are on the device. fill_all: fills sharded tensors from the files. of_kinds: the counts
-    of updates, by STEPS."""
+    """Fill the optimizer states that this rank steps, in place. The device also holds the whole
+    states of one parameter at a time. fill_all: fills sharded tensors from the files. of_kinds: the
+    counts of updates, by STEPS."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]

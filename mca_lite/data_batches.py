@@ -2,10 +2,9 @@
 packs.
 
 A sample is a list of documents {"input_ids", "labels"}, where labels[t] is the target at position t
-or IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a pair, those of
-several samples for a pack. Letters: b samples of a micro-batch, s positions. Nothing here is
-collective: each rank computes its plan.
-"""
+or IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a pair, the
+documents of several samples for a pack. Letters: b samples of a micro-batch, s positions. Nothing
+here is collective: each rank computes its plan."""
 
 import copy
 import functools
@@ -626,10 +625,9 @@ class Stream(Protocol):
         each is the position at the start of the next step.
 
         plan: batch sizes and ranks. state: the data_position of a micro-batch; None: the beginning.
-        num_workers: above 0, batches are prefetched in another process. speaks: print what is found
-        about records (unusable, cut, ...). Raises ValueError if `state` is not a position of a
-        stream.
-        """
+        num_workers: above 0, batches are prefetched in another process. speaks: if True, print what
+        is found about records (unusable, cut, ...). Raises ValueError if `state` is not a position
+        of a stream."""
 
     def describe(self) -> str:
         """A line about the stream for the summary at a run's start."""
@@ -698,8 +696,8 @@ def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
 
 
 class View(Dataset):
-    """Base class for views of a dataset that change the columns of its documents; work and identity
-    are those of the dataset, or None."""
+    """Base class for views of a dataset that change the columns of its documents. work and identity
+    are the dataset's, or None."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

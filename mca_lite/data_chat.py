@@ -402,10 +402,9 @@ class ChatRenderer:
         it -> (end, first) per sample: messages[:end], with answers from index `first` on trained.
 
         Some templates strip thinking from earlier turns. The last sample is the whole conversation.
-        If the template strips some thinking from it, the sample before ends with the last answer up
-        to which that thinking is written; the samples before that one likewise. marked: the
-        messages from _mark_thinking.
-        """
+        If the template strips some thinking from a sample, there is one more sample before it,
+        which ends with the last answer up to which the template still writes that thinking. marked:
+        the messages from _mark_thinking."""
 
         @functools.cache
         def shown(end: int) -> set[str]:

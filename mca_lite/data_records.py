@@ -29,13 +29,12 @@ _LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 
 def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str | None]:
-    """The registered columns of a dataset's records, and those of this package that the keys set ->
-    {column: value}.
+    """{column: value} for a dataset's records: the registered columns, and this package's columns
+    that the keys set.
 
     A number is the value for records that have no field of the column's name; a text names the
     record field with the value; None means the column's default. Raises ValueError if the dataset
-    declares a value for a column that is not registered.
-    """
+    declares a value for a column that is not registered."""
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),
@@ -79,8 +78,8 @@ def column_values(
 
 
 def refuse_margin(record: Any, where: str) -> None:
-    """Raise ValueError if a record has a column "margin", as TRL's pairs do. It is called when no
-    key says to read that column."""
+    """Raise ValueError if a record has a column "margin", as TRL's pairs do. Called for a stage
+    with a value head if no key says to read that column."""
     has_margin = isinstance(record, dict) and record.get("margin") is not None
     expect(
         not has_margin,

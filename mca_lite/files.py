@@ -99,7 +99,7 @@ def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 def write_json(path: str | os.PathLike[str], record: Any, **options: Any) -> None:
-    """Write a record as indented JSON, atomically. options: those of json.dumps."""
+    """Write a record as indented JSON, atomically. options: further arguments of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
 
 

@@ -96,9 +96,8 @@ class Finetuning:
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
         """Freeze the weights that are not trained, in place, before McaTrainer is made -> the
-        model. Subclasses such as LoRA also add tensors: seed draws their initial values, and dtype
-        is that of a transformers model's frozen weights.
-        """
+        model. Subclasses such as LoRA also add tensors: `seed` draws their initial values, and a
+        transformers model's frozen weights are cast to `dtype`."""
         if self.trained is not None:
             host = host_of(model)
             modules = self.trained

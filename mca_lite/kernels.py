@@ -1,9 +1,9 @@
 """Operations that run as one kernel on a GPU and in plain torch elsewhere: norms, rotary embedding,
 activations, AdamW.
 
-Operations of every model have a Triton kernel in part_triton.py; those of some models (experts,
-caps) are compiled by torch.compile. `switch` turns both off; a machine without a compiler runs
-plain torch, with a warning.
+Operations of every model have a Triton kernel in part_triton.py; operations that only some models
+need (experts, caps) are compiled by torch.compile. `switch` turns both off; a machine without a
+compiler runs plain torch, with a warning.
 Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels per
 head.
 """

@@ -151,12 +151,12 @@ class ModelSizes(NamedTuple):
     def cost(self, tokens: Any, squares: Any) -> Any:
         """Multiplications in a forward pass over documents with `tokens` tokens in all, and
         `squares`, the sum of their squared lengths. Numbers or arrays. The same on every rank, so
-        that ranks plan alike."""
+        that all ranks make the same plan."""
         return (self.weights + self.linear) * tokens + self.core * squares
 
     def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
         """A copy for counting FLOPs: weights, core and linear are multiplied by `count`, a number
-        of forward passes, and those of `others` are added."""
+        of forward passes, and the same sizes of `others` are added."""
         sums = {name: count * getattr(self, name) for name in ("weights", "core", "linear")}
         if others is not None:
             sums = {name: size + getattr(others, name) for name, size in sums.items()}
@@ -199,10 +199,9 @@ def model_work(
 ) -> ModelWork:
     """The ModelWork of a model that is trained; all zeros if its sizes are unknown.
 
-    model: VirtualModels or a transformers model. reference: a model through which each batch passes
-    forward only; `model` itself stands for the model before training. forward_passes: extra forward
-    passes of the model and of the reference over a step's tokens.
-    """
+    model: VirtualModels or a transformers model. reference: a second model that only runs forward
+    on each batch, or `model` if the reference is the model without its adapters. forward_passes:
+    extra forward passes of the model and of the reference over a step's tokens."""
     config = getattr(model, "config", None)
     sizes = model_sizes(config)
     if sizes is None:

@@ -322,8 +322,8 @@ def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
 
 class _Gradients:
     """Gradients of `factors` (hidden, weight, hidden, weight, ...), accumulated over chunks; None
-    for a factor that needs none. Gradients of weights are float32, those of hidden states in their
-    dtype."""
+    for a factor that needs none. Gradients of weights are float32, gradients of hidden states have
+    the states' dtype."""
 
     def __init__(self, factors: Sequence[torch.Tensor], needed: Sequence[bool]):
         self.tensors: list[Any] = [None] * len(factors)
@@ -555,11 +555,11 @@ def token_losses(
     IGNORE_INDEX (None: found here, with a GPU sync). sequence_first: True if labels are [s, b], not
     [b, s], for Logits.take.
 
-    Collective over `group`: cross entropy takes one all-gather per chunk in the forward pass,
-    of_logits what it calls, in both passes. The gradient of hidden is only this rank's part:
-    megatron's mapping around it (copy_to or gather_from) sums it. A weight that needs no gradient
-    gets none. Rows without a label are dropped before any GEMM. Under autocast the GEMMs run in its
-    dtype.
+    Collective over `group`: cross entropy takes one all-gather per chunk in the forward pass; with
+    of_logits, the collectives are those that it calls, in both passes. The gradient of hidden is
+    only this rank's part: megatron's mapping around it (copy_to or gather_from) sums it. A weight
+    that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
+    autocast the GEMMs run in its dtype. ValueError if hidden and labels differ in shape.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(

@@ -579,9 +579,9 @@ def load_torch_model(
     reference in tests.
 
     train_from_scratch: draw the weights from `seed`, the same as AutoModel.from_config draws.
-    vocab_size: number of tokens of the result, if larger than the folder's.
-    config: transformers' config of the folder, if it was read before; it may be changed in place.
-    """
+    vocab_size: number of tokens of the result, if larger than the folder's. config: transformers'
+    config of the folder, if it was read before; it may be changed in place. ValueError if
+    transformers cannot build the model, or if weights do not fit it."""
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size

@@ -202,8 +202,7 @@ class Attention(MegatronModule):
         bias or None).
 
         tables: keywords of query_key_value(). SelfAttention takes rope_tables there, (cos, sin) [s,
-        b, 1, rotary_dim], to use instead of those for the row's positions.
-        """
+        b, 1, rotary_dim], to use instead of the tables for the row's positions."""
         *heads, gate = self.query_key_value(hidden_states, packed_seq_params, **tables)
         out = self.core_attention(*heads, packed_seq_params)
         if gate is not None:

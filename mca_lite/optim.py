@@ -136,12 +136,10 @@ class Matrices(NamedTuple):
     """The Hugging Face matrices, such as q, k and v, that a fused parameter [rows, columns] or
     stacked experts [n, ..., columns] contain. Muon updates each of them separately.
 
-    groups: the rows of the whole parameter come in so many groups of equal size; a query group is
-    one. Each group has some rows of every matrix.
-    sizes: rows of each matrix in one group.
-    group, axis: the ranks with the parameter's shards, and the axis of [n, rows, columns] along
-    which it is sharded. group None: not sharded.
-    """
+    groups: number of equally large groups of rows in the whole parameter, such as query groups.
+    Each group has some rows of every matrix. sizes: rows of each matrix in one group. group, axis:
+    the ranks with the parameter's shards, and the axis of [n, rows, columns] along which it is
+    sharded. group None: not sharded."""
 
     sizes: Sequence[int]
     groups: int = 1
@@ -206,9 +204,8 @@ def splits_masters(args: TrainingArguments, params_dtype: torch.dtype, is_whole:
     """True if SplitMasterOptimizer is used; the same on all ranks.
 
     It needs an optimizer that supports it (OPTIMIZERS), bf16 weights, and that whole weights are
-    trained (is_whole): beside adapters it is not used. The distributed and the offloaded optimizer
-    store masters elsewhere.
-    """
+    trained (is_whole): with adapters it is not used. The distributed and the offloaded optimizer
+    store masters elsewhere."""
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and is_whole
     return is_half and OPTIMIZERS[args.optim].halves is not None and not elsewhere

@@ -101,8 +101,8 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def num_tokens(frames: int, window: int) -> int:
-    """The number of features, and so of placeholder tokens, for an audio of so many spectrum
-    frames. The audio module encodes chunks of 2 * window frames. Source: transformers."""
+    """The number of features, and so of placeholder tokens, for an audio whose spectrum has
+    `frames` frames. The audio module encodes chunks of 2 * window frames. Source: transformers."""
     chunks, rest = divmod(frames, 2 * window)
     for _ in range(3):  # convolutions of stride 2
         rest = (rest + 1) // 2

@@ -185,7 +185,8 @@ def _plan(
     like: Sequence[Any], device: torch.device, keys: dict[str, Any], sizes: Sequence[Any]
 ) -> None:
     """Build the cuDNN graphs of both passes for rows of these sizes, by running attention on zeros.
-    Runs in a thread beside training: a build takes 0.05 s of the host, which is ahead of its GPU.
+    Runs in a thread beside training: a build takes the host 0.05 s, and the host runs ahead of its
+    GPU.
 
     like: (shape of a token, strides, dtype) of q, k and v. sizes: (tokens, documents, longest
     document) per row."""

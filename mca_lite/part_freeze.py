@@ -88,8 +88,7 @@ def _fits(name: str, wish: str) -> bool:
 
 def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: Judge) -> None:
     """Add a Problem to `judge` for each wanted name that fits no module in `names`, or that
-    contains an index, as of one expert. key: the configuration key with the wanted names.
-    """
+    contains an index, such as an expert's. key: the configuration key with the wanted names."""
     names = list(names)
     known = dict.fromkeys(name.partition(".")[0] for name in names)
     for wish in wanted:

@@ -201,8 +201,8 @@ class KTOTrainer(DPOTrainer):
 
     def _of_each_two(self, batches: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
         """Arranged micro-batches with only the answers (first = 0) or only the mismatched documents
-        (first = 1), padded to their own length.
-        """
+        (first = 1), padded to their own length. Collective if the layout pads to the longest row of
+        all ranks."""
         chosen = [_every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
         return [to_length(self.backend, batch, longest) for batch in chosen]
@@ -286,9 +286,8 @@ class Mismatched(View):
 
 def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A new document: the prompt of `document` with the answer of `other`, with shifted labels on
-    the answer only. Other columns per token, such as positions of images, go on by 1 over the
-    answer.
-    """
+    the answer only. Other columns per token, such as positions of images, rise by 1 per token over
+    the answer."""
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)

@@ -6,8 +6,8 @@ computes again together; megatron's checkpoint keeps only its inputs (borders).
     recompute_keep: core_attn   a unit's first pass keeps the outputs of its attention kernels; its
                                 second pass reuses them and calls no kernel
     activation_offloading       borders and kept outputs wait in host memory for the backward pass
-    mlp_chunk_size              an MLP processes so many tokens of a rank at once, experts so many
-                                rows (a token has one per chosen expert), in both passes
+    mlp_chunk_size              an MLP processes this many tokens of a rank at once, experts this
+                                many rows (a token has one per chosen expert), in both passes
 
 The first two do not change a bit. Kernel outputs are kept, rather than attention's output: key
 gathers and rotations run again, and the kernels' backward gets the same tensors as without this."""
@@ -130,10 +130,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 class Offloaded:
     """A tensor that is moved to host memory until backward needs it, in pieces from POOL. Copies
-    run beside the device's other work.
+    overlap with the device's other work.
 
-    It stays on the device too until release(). get() returns it, once, with its original strides.
-    """
+    The tensor also stays on the device until release(). get() returns it, once, with its original
+    strides."""
 
     def __init__(self, tensor: torch.Tensor, pieces: list[torch.Tensor]):
         self.tensor: torch.Tensor | None = tensor
@@ -257,7 +257,7 @@ class Unit:
 
     def back(self, held: Any) -> torch.Tensor:
         """The tensor that was given to hold(), from what hold() returned. The first call also
-        starts to copy back the other tensors of this unit and those of the unit before."""
+        starts to copy back this unit's other tensors and the tensors of the unit before."""
         before, self.before = self.before, None
         for away in (*self.away, *(before.away if before is not None else ())):
             away.fetch()
