@@ -14,8 +14,7 @@ class Command(NamedTuple):
     """A command of `python -m mca_lite`: one row of COMMANDS.
 
     target: the "module" or "module.function" that runs it; a module's function is main(words) ->
-    exit code. text: its help. needs: other modules that it imports.
-    """
+    exit code. text: its help. needs: other modules of the package without which it cannot run."""
 
     target: str
     text: str

@@ -69,7 +69,8 @@ class TorchSnapshot:
     @staticmethod
     def sizes(model: Any, optimizer: Any = None) -> list[int]:
         """Bytes of each tensor that this rank would copy: the weights on the main rank, []
-        elsewhere. Optimizer states are left out: before the first update there are none."""
+        elsewhere. Optimizer states are left out, because a new run has none before its first
+        update."""
         return [x.nbytes for _, x in _changing(model)] if parallel.is_main() else []
 
     def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], None]:

@@ -138,8 +138,8 @@ def add_weight_gradient(
     inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
     """Add a linear's weight gradient to main_grad [n, k], in place: main_grad += grad_output^T
-    inputs. inputs: [tokens, k]; grad_output: [tokens, n]. 16-bit inputs are multiplied and added in
-    float32."""
+    inputs. inputs: [tokens, k]; grad_output: [tokens, n]. If main_grad is float32, 16-bit inputs
+    are multiplied and added in float32."""
     if inputs.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), inputs)
     else:

@@ -124,7 +124,8 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     """A document's column as a tensor: [length] if it is per token, with further dimensions if the
     column has them; otherwise [1]. None becomes the column's default, and a single number is
-    repeated. Raises ValueError for another shape, or for values outside the dtype's range."""
+    repeated. Raises ValueError for another shape, or for values that the dtype cannot hold, such as
+    a fraction in an integer column."""
     if value is None:
         value = column.default
     if column.per != "token":

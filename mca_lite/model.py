@@ -413,7 +413,8 @@ class VirtualModels(torch.nn.ModuleList):
         )
 
     def enable_input_require_grads(self) -> None:
-        """Give the outputs of the first stage's embedding a gradient, though it may be frozen."""
+        """Make the embedding's output on the first pipeline stage require a gradient, even if the
+        embedding is frozen."""
         for model in self:
             if model.pre_process:
                 model.embedding.register_forward_hook(lambda *call: call[-1].requires_grad_())

@@ -110,7 +110,7 @@ class BalancingLosses(NamedTuple):
     @classmethod
     def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
         """Read the coefficients from TrainingArguments or McaModelConfig. default: the model's
-        balancing coefficient, used if the arguments set none."""
+        balancing coefficient, used if the settings have none."""
         balance = settings.moe_aux_loss_coeff
         if balance is None:
             balance = default
@@ -420,8 +420,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return ToExperts.apply(flat, weights, self.order, self.places)
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens per expert of this rank, from chosen bool [T, E], True where a token chose an
-        expert. Collective over the ranks that share the experts, which exchange their counts."""
+        """Number of tokens for each of this rank's experts, from all ranks that share the experts.
+        chosen: bool [T, E], True where a token of this rank chose an expert. Collective over these
+        ranks, which exchange their counts."""
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
