@@ -14,7 +14,8 @@ have a dense mask in hf and liger; in liger-varlen documents are flattened, and 
 varlen kernel (bench_varlen.py). Adapters are float32 in all of them. DPO's rivals are a plain loop
 over transformers' models (bench_pairs.py), and the reference's forward pass counts as work. TINY=1
 in the environment runs the same at a size for a CPU, without Liger there; PROFILE=1 prints where
-the GPU's time goes in a step of this project's, WAITS=1 each line of it in which the host waits.
+the GPU's time goes in a step of this project's, WAITS=1 each line of it in which the host waits,
+MEMORY=1 which lines of code hold the memory at the last step's peak.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start 
 import numpy as np
 import torch
 
-from . import bench_varlen, gpu_trace, gpu_waits
+from . import bench_varlen, gpu_memory, gpu_trace, gpu_waits
 
 PEAK = 989e12
 _MODULE = {
@@ -117,8 +118,15 @@ SHAPES["sinks"] = (
 _HEADS["sinks"] = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
 SHAPES["30B-A3B"] = ("qwen3_moe", dict(SHAPES["experts"][1], num_hidden_layers=48))
 _HEADS["30B-A3B"] = _HEADS["experts"]
+SHAPES["gpt-oss-20b"] = ("gpt_oss", dict(SHAPES["sinks"][1], num_hidden_layers=24))
+_HEADS["gpt-oss-20b"] = _HEADS["sinks"]
+SHAPES["70B"] = (
+    "llama",
+    dict(SHAPES["8B"][1], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80),
+)
+_HEADS["70B"] = dict(num_attention_heads=64, num_key_value_heads=8)
 # attention of transformers, if it is not torch's scaled_dot_product_attention
-_ATTENTION = {"sinks": "flex_attention"}
+_ATTENTION = {"sinks": "flex_attention", "gpt-oss-20b": "flex_attention"}
 _FLOAT32 = ("liger-float32",)
 # mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for rivals that
 # have masks; rivals: beside hf and liger
@@ -137,7 +145,7 @@ CASES = {
     ),
     "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
     # frozen weights in nf4; of rivals too, where bitsandbytes is installed
-    "QLoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3, nf4=True),
+    "QLoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3, form="nf4"),
     # rows are pairs of 2 x 1,024 tokens
     "DPO 1.5B": dict(shape="1.5B", mbs=4, rows=8, s=1024, pairs=True, steps=12, skip=6),
     "packed DPO 1.5B": dict(
@@ -189,6 +197,22 @@ CASES.update(LONG_CASES)
 # full training with moments in 8 bits: on 8B a step needs about 79 GiB
 _EIGHT = dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit", grad_reduce_in_fp32=False)
 ALONE = {MUON, "1.5B 8 bits", "8B 8 bits"}
+# frozen weights in four bits; this project alone
+_FOUR = dict(mbs=2, rows=4, lora=16, steps=5, skip=2)
+_SOME = dict(recompute_granularity="full", recompute_method="block")
+FOUR_CASES = {
+    "LoRA 30B-A3B": dict(_FOUR, shape="30B-A3B"),
+    "QLoRA 30B-A3B": dict(_FOUR, shape="30B-A3B", form="nf4"),
+    "QLoRA experts": dict(_FOUR, shape="experts", form="nf4"),
+    "QLoRA gpt-oss-20b": dict(
+        _FOUR, shape="gpt-oss-20b", mbs=1, form="mxfp4", keys=dict(recompute_granularity="full")
+    ),
+    "QLoRA 70B": dict(
+        _FOUR, shape="70B", mbs=1, rows=2, form="nf4", keys=dict(_SOME, recompute_num_layers=16)
+    ),
+}
+CASES.update(FOUR_CASES)
+ALONE.update(FOUR_CASES)
 CASES["1.5B 8 bits"] = dict(CASES["1.5B"], keys=_EIGHT)
 CASES["8B 8 bits"] = dict(
     shape="8B", mbs=1, rows=4, steps=6, skip=3, keys=dict(_EIGHT, recompute_granularity="full")
@@ -222,7 +246,7 @@ def hf_config(shape: str):
         keys = {**keys, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
         keys.update(num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
         keys.update({"head_dim": 16} if "head_dim" in keys else {})
-        keys.update({"moe_intermediate_size": 32} if "num_experts" in keys else {})
+        keys.update({"moe_intermediate_size": 64} if "num_experts" in keys else {})
         keys.update(
             {"shared_expert_intermediate_size": 32} if "linear_num_key_heads" in keys else {}
         )
@@ -345,8 +369,9 @@ def fill(parameters) -> None:
             p.fill_(1.0)
 
 
-def model_of(folder: str, args, use_mca: bool, nf4: bool, lora: int):
-    """The model of a folder's config on this rank, filled."""
+def model_of(folder: str, args, use_mca: bool, form: str | None, lora: int):
+    """The model of a folder's config on this rank, filled. form: of its frozen weights, such as
+    nf4; None: not quantised."""
     from mca_lite.model import build_chunks, load_torch_model
     from mca_lite.model_config import AutoConfig
     from mca_lite.part_lora import inject
@@ -355,8 +380,8 @@ def model_of(folder: str, args, use_mca: bool, nf4: bool, lora: int):
 
     if use_mca:
         planned = AutoConfig.from_pretrained(folder, args)
-        if nf4:
-            choose(planned)
+        if form is not None:
+            choose(planned, kind=form)
         models = build_chunks(planned)
     else:
         models = load_torch_model(folder, train_from_scratch=True)
@@ -372,7 +397,7 @@ def run_ours(
     steps,
     packed=False,
     lora=0,
-    nf4=False,
+    form=None,
     pairs=False,
     keys=None,
     folder=None,
@@ -416,10 +441,10 @@ def run_ours(
         )
         args = TrainingArguments(**{**of_run, **(keys or {})})
         parallel.initialize(args, use_mca)
-        models = model_of(folder, args, use_mca, nf4, lora)
+        models = model_of(folder, args, use_mca, form, lora)
         shared = dict(train_dataset=data, callbacks=[Ticks()], shuffle=False)
         if pairs:
-            reference = model_of(folder, args, True, False, 0)
+            reference = model_of(folder, args, True, None, 0)
             trainer = DPOTrainer(models, DPOConfig(reference="model"), reference, args, **shared)
         else:
             trainer = McaTrainer(models, args, **shared)
@@ -428,6 +453,8 @@ def run_ours(
         profile.stop()
     if os.environ.get("PROFILE"):
         say_profile(profile)
+    if os.environ.get("MEMORY"):
+        gpu_memory.say()
     if os.environ.get("TRACE"):
         clock.account = gpu_trace.account(profile)
         if name := os.environ.get("TRACE_TO"):
@@ -439,6 +466,8 @@ def watch_last(left: int, profile) -> None:
     """Watch the waits of the last two of the steps left, and profile the last, if asked for."""
     if left == 2 and os.environ.get("WAITS"):
         gpu_waits.watch()
+    if left == 1 and os.environ.get("MEMORY"):
+        gpu_memory.watch()
     if left == 1 and profile is not None:
         profile.start()
 
@@ -463,7 +492,7 @@ def run_theirs(
     steps,
     packed=False,
     lora=0,
-    nf4=False,
+    form=None,
     liger=False,
     varlen=False,
     float32=False,
@@ -484,7 +513,7 @@ def run_theirs(
             more["attn_implementation"] = bench_varlen.register()
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **more)
     fill(model.named_parameters())
-    if nf4:
+    if form == "nf4":
         quantise_by_bitsandbytes(model)
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -601,7 +630,7 @@ def measure(case: str, trainer: str, label: str) -> dict:
         clock, logs, tokens, squares = run_theirs(**{**keys, **own, **RIVALS[trainer]})
     median = clock.median(skip)
     work = float("nan")  # of other layers than flops() knows
-    if keys["shape"] not in ("hybrid", "sinks"):
+    if keys["shape"] not in ("hybrid", "sinks", "gpt-oss-20b"):
         work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
         work *= 4 / 3  # the reference's forward pass
