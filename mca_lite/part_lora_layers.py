@@ -366,8 +366,8 @@ class LoraAdapter(Adapter):
         """W x + scale * B A x in one matmul, summed over the group if the linear is row-sharded.
         Collective over the group if the linear is sharded.
 
-        Of the two matrices of a sharded linear, all ranks have one whole; its gradient is summed
-        over the group here, or under sequence parallelism by megatron.
+        For a sharded linear, each rank has one of A and B whole; the gradient of that matrix is
+        summed over the group here, or under sequence parallelism by megatron.
         """
         a = self.lora_A
         gathers = None
@@ -550,7 +550,8 @@ class LoraExperts(Adapter):
         """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype.
 
         projections: those in weight [n, ..., in], such as ("gate", "up"). multiply(x, w):
-        multiplies each expert's tokens by w^T of this expert.
+        multiplies each expert's tokens by w^T of this expert. The backward pass is collective over
+        the expert-tensor-parallel group.
         """
         if set(projections).isdisjoint(self.adapted):
             return experts_product(x, weight, multiply)
@@ -612,7 +613,8 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
     """
     adapter.train(module.training)
     weight: Any = getattr(module, "weight", None)
-    if hasattr(weight, "may_rest"):  # of inputs other than text, as are its gradients
+    # a step without inputs for a module, such as a vision tower, skips its adapter's update too
+    if hasattr(weight, "may_rest"):
         for parameter in adapter.parameters():
             parameter.may_rest = weight.may_rest
             parameter.sequence_parallel = weight.sequence_parallel

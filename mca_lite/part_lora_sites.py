@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
     hf: str
     mca: str  # megatron's module that contains it, "" if the family is not in the table
     in_all: bool  # True if lora_target: all includes it
-    part: str = LANGUAGE_MODEL  # of the model, see families.part_of
+    part: str = LANGUAGE_MODEL  # the model's part that contains it, see families.part_of
 
 
 class Site(NamedTuple):

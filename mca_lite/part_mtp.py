@@ -170,7 +170,8 @@ class Predictions(MegatronModule):
 def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
     """{Hugging Face name: shape} of the tensors in `count` new multi-token prediction layers, for a
     model drawn from a seed. Each has three norms, a projection, and the tensors of the last decoder
-    layer with full attention. shapes: those of the decoder's tensors."""
+    layer, with softmax attention also where that layer has linear attention. shapes: {name: shape}
+    of the decoder's tensors."""
     text = hf.get_text_config()
     h = text.hidden_size
     first = text.num_hidden_layers

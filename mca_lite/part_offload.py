@@ -1,4 +1,5 @@
-"""An optimizer whose states stay in host memory and are updated there."""
+"""An optimizer that keeps the states of some or all parameters in host memory, and updates these
+parameters there."""
 
 from collections.abc import Callable
 from typing import Any

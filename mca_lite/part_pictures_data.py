@@ -1,7 +1,7 @@
 """Images in conversations: their files or bytes, their positions among the tokens, their pixels.
 
 Tokenising reads only an image's header, for its size; pixels are computed when a sample is read. An
-image's grid is its number of patches along time (1), height and width. It takes prod(grid) /
+image's grid is its number of patches along time (1), height and width. The image takes prod(grid) /
 merge_size ** 2 placeholder tokens (image_token_id), one per feature of the vision tower. Pillow is
 an optional dependency, imported only for images.
 """
@@ -44,11 +44,11 @@ _ORIENTATION = 0x0112  # the EXIF tag
 _ON_ITS_SIDE = (5, 6, 7, 8)  # orientations that swap width and height
 _THUMBNAIL = (240, 240)
 _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
-# image processors; Qwen3-VL has the first with other sizes
+# transformers' image processors; Qwen3-VL uses the first, with other sizes
 _PROCESSORS = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
 # keys under which a message block may contain its image
 _SOURCES = (*BLOCKS, "path", "url", "base64", "value")
-# of a block, to qwen_vl_utils: what keys say here, for all records
+# fields of a block that qwen_vl_utils reads; here configuration keys say the same for all records
 _UNREAD = "fps nframes min_frames max_frames min_pixels max_pixels total_pixels resized_height "
 _UNREAD += "resized_width video_start video_end"
 _TEMPORAL = 1  # an image's patches along time
@@ -157,8 +157,8 @@ def plural(kind: str) -> str:
 
 
 def picture_of_block(block: dict[str, Any]) -> Any:
-    """The value of the image or video in a message block, such as a path; None if the block has
-    none and so takes the next one of the record's column."""
+    """The value of the image, video or audio in a message block, such as a path; None if the block
+    has none and so takes the next one of the record's column."""
     found: Any = next((block[key] for key in _SOURCES if block.get(key) is not None), None)
     if isinstance(found, str) and found == block.get("base64"):
         return {"base64": found}
@@ -492,8 +492,8 @@ class Vision(Media):
     def _blocks_of(
         self, messages: list[dict[str, Any]], rest: dict[str, list[Any]], may_lead: bool, where: str
     ) -> list[list[dict[str, Any]]]:
-        """The image blocks of each message, from blocks or from marks in its text. In the content
-        MARK takes the place of each, in place. may_lead: put unmarked images of the columns before
+        """The blocks of each message's inputs, such as images: its "media", or one for each mark in
+        its text, which MARK replaces in place. may_lead: put unmarked inputs of the columns before
         the first question. ValueError for a text with a placeholder token."""
         of_blocks = [message.pop("media", None) for message in messages]
         for message, blocks in zip(messages, of_blocks, strict=True):
@@ -625,7 +625,7 @@ class Vision(Media):
         """The document (data_encode.Document) with each placeholder repeated, one per feature of
         its image. Placeholders have no loss.
 
-        ValueError if the number of placeholders is not the number of images.
+        ValueError if the number of placeholders is not that of the inputs' runs, one per image.
         """
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)

@@ -1,5 +1,5 @@
-"""Model families with images: a language model from the table plus transformers' vision module.
-Also the columns of their batches.
+"""Model families with images: a language model from the table plus transformers' vision module; and
+the columns of their batches.
 """
 
 import re
@@ -18,7 +18,7 @@ _VISION_PARTS = {
         "visual.pos_embed",
         "visual.blocks",
         "visual.deepstack_merger_list",
-        # of glm4v
+        # glm4v's modules have names of their own
         "visual.embeddings",
         "visual.post_conv_layernorm",
         "visual.post_layernorm",
@@ -101,7 +101,7 @@ COLUMNS |= {
     # along time, height and width
     "pixel_values": Column("input", to_model=True, given_by=GIVEN),
     "image_grid_thw": Column("input", "int64", to_model=True, given_by=GIVEN),
-    # the same of videos, and seconds between the features of each, for generation alone
+    # pixels and grids of videos; only generation reads the seconds between a video's features
     "second_per_grid_ts": Column("input", to_model=True, given_by=GIVEN),
     "pixel_values_videos": Column("input", to_model=True, given_by=GIVEN),
     "video_grid_thw": Column("input", "int64", to_model=True, given_by=GIVEN),

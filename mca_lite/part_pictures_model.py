@@ -135,8 +135,8 @@ def varlen_attention(
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers' vision modules that runs torch's varlen kernel.
-    query, key, value [1, n heads, t, d]: images, or windows of images, end to end -> ([1, t, n, d],
-    None). cu_seq_lens_q: their borders."""
+    query, key, value [1, heads, t, d]: the patches of images, or of windows of images, one after
+    another -> ([1, t, heads, d], None). cu_seq_lens_q: the borders of images or windows."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -160,8 +160,8 @@ def whole_config(hf_config: dict[str, Any]) -> Any:
 
 @functools.lru_cache(4)
 def modules_on_meta(hf_config: str) -> Any:
-    """transformers' model without its head for a config.json, of one layer, on the meta device.
-    hf_config: the JSON text. Cached.
+    """transformers' model without its head for a config.json, on the meta device, with one layer in
+    its language model. hf_config: the JSON text. Cached.
     """
     import transformers
 
@@ -200,8 +200,8 @@ class Tower(torch.nn.Module):
             self.module.config._attn_implementation = _VARLEN
 
     def made(self, of: Any, hf_config: Any, config: McaModelConfig, kind: int) -> Any:
-        """A module of transformers' class `of`, without weights, for this model's layout. kind: of
-        its inputs, see ckpt_megatron.may_rest."""
+        """A module of transformers' class `of`, without weights, for this model's layout. kind: the
+        number of its kind of input, see ckpt_megatron.may_rest."""
         from transformers.initialization import no_init_weights
 
         with no_init_weights():
@@ -246,7 +246,8 @@ class Tower(torch.nn.Module):
         return [F.pad(x, (0, 0, 1, 0)) for x in features]
 
     def features_of(self, module: Any, pixel_values: Any, image_grid_thw: Any) -> Any:
-        """A vision module's [embedded, *deepstack], each [n, h]; of an empty image without one."""
+        """A vision module's [embedded, *deepstack], each [n, h], for the given images; for an empty
+        image if pixel_values is None."""
         weight = next(module.parameters())
         if pixel_values is None:
             pixel_values, image_grid_thw = empty_picture(self.vision_config, weight.device)
@@ -273,8 +274,8 @@ class Pictures(Inputs):
     """Image inputs of a model, with a Tower on the first pipeline stage. Methods are described in
     Inputs.
 
-    tower: the class of its module. more_columns: those that it takes beside pixels and grids.
-    grids: columns that tell of an input, of each kind of which a step may have none.
+    tower: the class of the tower. more_columns: batch columns that it takes beside pixels and
+    grids. grids: for each kind of input, the columns that a batch has if it has such an input.
     """
 
     tower: type[Tower] = Tower
@@ -427,8 +428,8 @@ class Pictures(Inputs):
 
     def work(self, model: Any) -> InputWork:
         """The vision tower's training FLOPs per image patch, as an InputWork: forward, and backward
-        if it is trained. A merger runs once per feature; a layer with windows attends to full-size
-        windows."""
+        if it is trained. A merger counts once per feature; layers that attend within windows count
+        as if all windows had their full size."""
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
         weights = 0.0

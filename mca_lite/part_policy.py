@@ -189,7 +189,7 @@ class Policy:
     constant: tokens per answer in dr_grpo's divisor. Metrics are means over trained tokens: ratio;
     clipped, the share whose gradient PPO's clipping would remove; kl, if samples have ref_logp;
     entropy, with entropy_coef or with_entropy. reward, if samples have it, is a mean over samples.
-    ValueError for parameters that do not fit together.
+    ValueError if a parameter is out of range, or one that this loss needs is missing.
     """
 
     name: str

@@ -5,9 +5,9 @@
      "routes": {"data": base64, "shape": [tokens, layers, experts per token]} or lists}
 
 A list has one value per token, or one per token of the answer, which comes last. mask: 1 for tokens
-to train. ALIASES has other names; prompt_ids and response_ids may replace ids. Per-token values are
-shifted with the ids, by data_encode.shifted. routes are those of the tokens themselves, of all or
-of all but the last one, as vLLM gives them.
+to train. ALIASES has other names; prompt_ids and response_ids may replace ids. data_encode.shifted
+shifts per-token values together with the ids. routes are not shifted: they have a row for each
+token, or for each but the last, as vLLM gives them.
 """
 
 import base64
@@ -48,7 +48,8 @@ class RolloutEncoder(Encoder):
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """(samples, tally of problems) for a chunk of records. An unusable record is counted in the
-        tally if such records may be skipped, otherwise it raises ValueError.
+        tally if such records may be skipped, otherwise it raises ValueError, as does cutoff_rule:
+        proportion.
         """
         expect(
             not self.cuts_in_proportion,
@@ -227,8 +228,8 @@ def read_routes(field: Any) -> np.ndarray:
 
 def _routes(field: Any, length: int) -> np.ndarray:
     """The chosen experts of a record as a column, int16 [length, MoE layers, experts per token].
-    Each row is moved by one: it has the experts of the token before, as labels are those of the
-    token after; the first row is -1.
+    Row t has the experts of token t - 1, and row 0 is -1: data_encode.shifted drops the first row
+    of each column, after which row t has the experts of input token t.
 
     field: the record's value. length: the record's number of tokens. ValueError if the field has
     neither that many rows nor one less.

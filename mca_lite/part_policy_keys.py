@@ -8,7 +8,7 @@ from .errors import Judge, Rule, expect
 from .tables import SESSION_LOSSES, TOKENS, register_keys, register_objective
 
 POLICY_METRICS = ("loss", "ratio", "clipped", "kl", "entropy", "reward")
-# numbers of records: those of tokens in shards are arrays
+# columns with one number per record; columns of tokens are arrays
 RECORD_COLUMNS = ("reward", "group")
 
 

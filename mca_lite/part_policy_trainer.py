@@ -264,8 +264,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 class Computed(View):
     """A view of rollouts with the columns which PolicyTrainer has computed, and without `group`.
     With sampler_correction, old_logp is replaced. advantages: float64 [samples]; None: the samples
-    have them, or the loss needs none. columns: the names of the first sample's per-token columns;
-    reading a sample with others raises ValueError.
+    have them, or the loss needs none. columns: the first sample's SESSION_COLUMNS; reading a sample
+    that has others raises ValueError.
     """
 
     advantages: np.ndarray | None = None

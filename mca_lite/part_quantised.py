@@ -90,7 +90,7 @@ def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Ten
     most = blocks.abs().amax(-1)
     if form.largest is not None:
         scales = most / form.largest
-    else:  # 6 and 4 are the largest numbers with the exponent 2
+    else:  # the largest value of the table, 6, has the exponent 2
         exponents = torch.frexp(most).exponent - 3
         scales = (exponents.clamp(-127, 127) + 127).to(torch.uint8)
     scaled = blocks * (1.0 / _factors(form, scales).clamp(min=_LEAST)).unsqueeze(-1)
@@ -126,7 +126,7 @@ def _whole_kernel(
     else:
         value = tl.load(codes + row * columns + column, inside, 0).to(tl.float32)
     scale = tl.load(scales + row * (columns // SIZE) + column // SIZE, inside, 0)
-    if EXPONENTS:  # the bits of a power of two; that of 0 is half of the least normal number
+    if EXPONENTS:  # make float32's bits of 2^(scale - 127); 2^-127, for 0, is no normal number
         bits = scale.to(tl.int32)
         bits = tl.where(bits == 0, 1 << 22, bits << 23)
         scale = bits.to(tl.float32, bitcast=True)
@@ -186,7 +186,8 @@ class Quantised(torch.Tensor):
 
     @classmethod
     def empty(cls, weight: torch.Tensor, form: Form) -> "Quantised":
-        """A Quantised of zeros with the weight's shape, dtype and device."""
+        """A Quantised with the weight's shape, dtype and device, whose codes and scales are all
+        0."""
         *rows, columns = weight.shape
         kind = torch.uint8 if form.table else torch.int8
         of_scales = torch.uint8 if form.largest is None else torch.float32
@@ -319,8 +320,8 @@ def bytes_of_numbers(config: Any) -> dict[str, float]:
 
 def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
     """Replace each matrix of a decoder layer to which is_quantised() applies by a frozen Quantised
-    in config.weight_format, in place. Its values are zeros until weights are loaded. Other tensors
-    are kept."""
+    in config.weight_format, in place. Its codes and scales are 0 until weights are loaded. Other
+    tensors are kept."""
     form = FORMS[config.weight_format]
     rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
     names = {row.mca.partition(".{}.")[2] for row in rows}

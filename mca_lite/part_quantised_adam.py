@@ -1,9 +1,10 @@
 """Adam's moments in 8 bits: blocks of 64 numbers with a float32 scale each, in bitsandbytes'
 dynamic map of 256 numbers over seven decades (Dettmers et al., arXiv 2110.02861).
 
-Two rules differ. The first moment's scale has the sign of the block's largest number: the map ends
-at 1 but not at -1, so that a stored moment is stored again as it is. The second moment gets no 0
-unless it is 0: its root divides the update, which would explode.
+Two rules differ from bitsandbytes'. The first moment's scale is the block's number of largest
+magnitude, with its sign: the map contains 1 but not -1, and so a block that is read and stored
+again stays the same. A second moment above 0 is never stored as 0: its root divides the update,
+which would explode.
 """
 
 import functools
@@ -15,8 +16,8 @@ import torch
 from .kernels import AdamW
 
 BLOCK = 64
-LEAST = 4096  # numbers of a parameter; moments of smaller ones stay float32
-CHUNK = 1 << 24  # numbers whose moments are float32 at once, whole blocks
+LEAST = 4096  # elements; moments of smaller parameters stay float32
+CHUNK = 1 << 24  # elements whose moments are float32 at a time, a multiple of BLOCK
 
 
 @functools.cache
@@ -76,8 +77,8 @@ class Moment(torch.Tensor):
         return self.codes, self.scales
 
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Dequantise the flat numbers from index `first`, which must begin a block, up to `last`
-        (None: all) -> float32."""
+        """Dequantise the flat numbers from index `first`, which must begin a block, up to and
+        without `last` (None: to the end) -> float32."""
         last = last or self.numel()
         blocks = slice(first // BLOCK, -(-last // BLOCK))
         return from_blocks(self.codes[first:last], self.scales[blocks], self.signed)
@@ -121,8 +122,8 @@ class BlockAdamW(AdamW):
         return super().state_of(p)
 
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter in pieces of CHUNK elements: only one piece's 8-bit
-        moments are in float32 at a time."""
+        """AdamW's update of one parameter. If it has 8-bit moments, it is updated in pieces of
+        CHUNK elements, so that only one piece's moments are in float32 at a time."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:

@@ -6,7 +6,8 @@
     X.nested_absmax, X.nested_quant_map   for nested scales: map[code] * nested_absmax + offset
     X.quant_state.bitsandbytes__nf4       JSON: shape, block sizes, the offset
 
-Quantising the float32 values again gives the same codes and scales.
+Quantising the float32 values again gives the same codes, and the same scales except for blocks of
+zeros.
 """
 
 import json
@@ -96,7 +97,7 @@ class _EveryOther:
 
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
     """Replace the tensors of each NF4 weight in a file by one Nf4Slice: {name: slice} -> {name:
-    slice}. gpt_oss's experts and routers get Hugging Face's names, if Unsloth wrote the file.
+    slice}. Names that Unsloth gives to gpt_oss's experts and routers are replaced, see _renamed.
     ValueError for a weight in another format of bitsandbytes' 4 bits, or without its absmax or
     quant_map."""
     of_states = {}
@@ -118,8 +119,8 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
 
 def _renamed(parts: Any) -> Iterator[tuple[str, Any]]:
     """Yield the (name, slice) pairs in `parts`, with Unsloth's names of gpt_oss's experts and
-    routers replaced by Hugging Face's. An expert's gate_up_projs becomes two pairs, gate_proj and
-    up_proj, with every second row each. Other pairs are unchanged."""
+    routers replaced by those that this package reads. An expert's gate_up_projs becomes two pairs,
+    gate_proj and up_proj, with every second row each. Other pairs are unchanged."""
     for name, part in parts:
         expert = _UNSLOTH.fullmatch(name)
         if expert is None:

@@ -1,4 +1,4 @@
-"""Keys and rules of quantised base weights: quantization_bit."""
+"""Keys and rules of quantised base weights and of 8-bit optimizer states."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ class QuantisedArguments(ArgumentGroup):
     )
 
     def resolve(self, judge: Judge) -> None:
-        """Choose the local layers where the run would choose between them and others."""
+        """With quantization_bit, set transformer_impl auto to local."""
         super().resolve(judge)
         training = getattr(judge.arguments, "training", None)
         if self.quantization_bit and training and training.transformer_impl == "auto":
@@ -59,10 +59,12 @@ _RULES = (
 )
 
 _8BIT = {"optim": "adam", "exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit"}
-_NAMES = "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit"  # of transformers
+# transformers' names of 8-bit optimizers
+_NAMES = "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit"
 MEANINGS.update((f"optim={name}", _8BIT) for name in _NAMES.split())
 MEANINGS["load_in_8bit=true"] = {"quantization_bit": 8}
-MEANINGS["adapter=qlora"] = {"finetuning_type": "lora", "quantization_bit": 4}  # of axolotl
+# axolotl's key for adapters on a quantised base
+MEANINGS["adapter=qlora"] = {"finetuning_type": "lora", "quantization_bit": 4}
 register_keys(
     "quantised",
     QuantisedArguments,

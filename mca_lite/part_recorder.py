@@ -97,8 +97,9 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
     If recent collectives of the same number differ between ranks of a group, the ranks in the
     minority are late. Otherwise, a rank is late if others wait for it, and it has no unfinished
     call or one that its GPU has not begun while other GPUs have. If all awaited ranks wait too,
-    or gloo may hide a point-to-point wait, the late ranks are those waiting in a call made by
-    the user's code, outside torch, megatron-core and this package."""
+    the late ranks are those waiting in a call made by the user's code, outside torch, megatron-core
+    and this package; likewise on gloo, which may hide a point-to-point wait, if these are at most
+    half of the ranks. No rank is late if that would be every rank."""
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)
     return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]
@@ -170,8 +171,8 @@ def _shown(ranks: list[int]) -> str:
 
 
 def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """True if the rank with the summary `about` has also begun, or already finished, this call of
-    the group."""
+    """True if the rank with the summary `about` is in the same call of the group, begun or not as
+    here, or has already finished it."""
     same = about.get("calls", {}).get(group)
     if call["is_message"]:
         return same is not None and same["is_message"] and same["has_begun"]

@@ -13,7 +13,7 @@ from .files import text_values
 from .tables import register_keys
 
 BEFORE, POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
-# type -> its fields; those of the model's frequencies stay when the type changes
+# rotary type -> the fields that it may have; if the type changes, the model's fields in _KEPT stay
 _FIELDS = {
     "linear": "factor rope_theta",
     "llama3": f"factor rope_theta {BEFORE} low_freq_factor high_freq_factor",
@@ -26,12 +26,14 @@ _KINDS = {"truncate": bool, BEFORE: int}
 
 
 def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Set the rotary parameters in the contents of a config.json, in place, and the number of
-    positions -> the fields of the scaling.
+    """Change the rotary scaling in the contents of a config.json, in place -> rope_type and the
+    type's fields, as set. Except for linear, max_position_embeddings becomes the scaled number of
+    positions, if that is larger.
 
     given: a mapping like transformers' rope_parameters; or the name of a type, whose factor is then
-    that of rows of `length` tokens, rounded up. A field that is not given is the model's own if its
-    type is the same. ValueError, with what was expected.
+    length / the model's positions, rounded up. Fields that are not given stay as they are if the
+    type stays the same; if it changes, only rotary frequencies do (_KEPT). ValueError for a wrong
+    scaling, and for models whose config.json must contain it.
     """
     text = text_values(config)
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -92,8 +94,8 @@ class RopeArguments(ArgumentGroup):
     )
 
     def resolve(self, judge: Judge) -> None:
-        """Merge rope_scaling, if given, into the loaded contents of the model's config.json, and
-        replace it by the resolved fields. Adds a Problem to `judge` for an unsuitable value."""
+        """Write rope_scaling, if given, into the loaded contents of the model's config.json, and
+        set the key to the resulting fields. Adds a Problem to `judge` for an unsuitable value."""
         super().resolve(judge)
         run = judge.arguments
         if self.rope_scaling is None or not getattr(run, "model_config", None):

@@ -36,7 +36,7 @@ class Routes:
         self._config = config = _config_of(backend)
         self._index = {layer: index for index, layer in enumerate(_layers(config))}
         routers = routers_of(backend.model)
-        # without those of multi-token prediction
+        # routers of layers for multi-token prediction have no rows in `routes`
         self._routers = [one for one in routers if one.layer_number <= config.num_layers]
         self._is_recording = is_recording
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -75,7 +75,7 @@ class Routes:
         """
         mask = inputs["padding_mask"]
         rows = batch.get("route_row" if self._is_recording else "routes")
-        if rows is None:  # samples of another dataset
+        if rows is None:  # these samples have no routes, and their routers choose
             return
         # filler rows repeat a sample: hide them
         rows = rows.masked_fill(mask.view(*mask.shape, *[1] * (rows.dim() - 2)), -1)

@@ -253,7 +253,8 @@ class SampleLoss:
     ) -> Callable[..., Any]:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
-        if torch.is_grad_enabled() and self.ends is not None:  # a trainer has weighed the step
+        # in a trainer, where ends is None, the router loss of the whole step is already weighed
+        if torch.is_grad_enabled() and self.ends is not None:
             self.backend.weigh_router_loss(self._count_of_loss(batch) * self.loss.times)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
@@ -470,11 +471,11 @@ class Session:
     calculate_per_token_loss is false.
     tokenizer: its padding token is used; None: token 0.
     backend: replaces the one made for the model.
-    cutoff_len: with sequence_packing, the maximum tokens of a row; samples are packed by best fit.
-    None: a row contains a micro-batch's samples.
+    cutoff_len: with sequence_packing, samples are packed by best fit into rows of at most this many
+    tokens; None: all samples of a micro-batch form one row.
 
     Call each method on every rank, with the same arguments; only with own=True may samples differ.
-    Layers for multi-token prediction are not trained.
+    Layers for multi-token prediction get no gradient.
     """
 
     def __init__(
@@ -552,8 +553,8 @@ class Session:
         self, samples: Sequence[Mapping[str, Any]], loss: str = "cross_entropy", **numbers: Any
     ) -> Output:
         """Compute a loss without gradients, in evaluation mode. Returns an Output. Collective.
-        loss: a name in SESSION_LOSSES. numbers: the loss's parameters. ValueError for unknown ones,
-        and for invalid samples.
+        loss: a name in SESSION_LOSSES. numbers: the loss's parameters. ValueError for an unknown
+        loss or parameter, and for invalid samples.
         """
         return self._run(samples, loss_of(loss, numbers), False)
 
@@ -585,8 +586,8 @@ class Session:
         function(samples, logps): returns (loss, {metric: number}), computed with torch on the CPU.
         logps: float32 [n] for each sample, from a first forward pass; a second one, with a backward
         pass, adds the gradient. optim_step does not divide this gradient by a count of tokens.
-        last: as in forward_backward. ValueError if the loss is not a
-        differentiable scalar, or a gradient is not finite.
+        last: as in forward_backward. ValueError if the loss is not a differentiable scalar, or a
+        gradient is not finite.
         """
         logps = [values.requires_grad_() for values in self.log_probs(samples)]
         loss, metrics = function(samples, logps)

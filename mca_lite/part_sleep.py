@@ -98,7 +98,7 @@ def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
 def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of tensors that are on this rank's device and whose address is not in
     `seen`; add their addresses to `seen`."""
-    # a tensor kept in fewer bits is several plain ones
+    # a quantised tensor consists of several plain ones, its parts
     for tensor in (part for whole in tensors for part in getattr(whole, "parts", (whole,))):
         storage = tensor.untyped_storage()
         if storage.device == parallel.device() and storage.data_ptr() not in seen:

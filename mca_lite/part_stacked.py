@@ -3,8 +3,8 @@ singly.
 
 in_turns (gpt_oss), with biases:
 
-    gate_up_proj [E, h, 2 f]   transposed for x W; column 2 i is row i of gate, column 2 i + 1 row i
-    down_proj [E, f, h]        of up
+    gate_up_proj [E, h, 2 f]   transposed for x W; columns alternate between gate and up
+    down_proj [E, f, h]
     gate_up_proj_bias [E, 2 f], down_proj_bias [E, h]
 
 rows (qwen3_5_moe, and qwen3_vl_moe as transformers saves it):

@@ -1,4 +1,4 @@
-"""Rules of fp8, which is Transformer Engine's, without torch."""
+"""Rules of fp8, which Transformer Engine computes. Imports no torch."""
 
 from .args_rules_model import PP, TP
 from .errors import Judge, Keys, Rule

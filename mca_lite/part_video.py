@@ -1,12 +1,12 @@
 """Videos in conversations: which frames are taken, when they are shown, their pixels.
 
-A video is a file, which PyAV reads, a folder of pictures, or a list of pictures. Of a file frames
-are taken as LLaMA-Factory does it: video_fps of a second, evenly from the first to the last,
-video_maxlen at most; all of a list or folder, video_fps of a second. The last of an odd number is
-taken twice, since two make the features of one grid along time. They are resized as transformers'
-video processors do it, which need torchvision: by torch's bicubic interpolation. Qwen3-VL and
-Qwen3.5 write the time of each two frames as text before their tokens; Qwen2.5-VL counts positions
-along time by it.
+A video is a file, which PyAV reads, a folder of pictures, or a list of pictures. From a file, as in
+LLaMA-Factory, video_fps frames per second are taken, at most video_maxlen, evenly from the first to
+the last. All pictures of a folder or list are frames, shown at video_fps per second. Each two
+frames make one step of the patch grid along time; the last of an odd number is taken twice. Frames
+are resized by torch's bicubic interpolation, as in transformers' video processors, which need
+torchvision. Qwen3-VL and Qwen3.5 write the time of each two frames as text before their tokens;
+Qwen2.5-VL counts positions along time in proportion to seconds.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class OfColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class Video:
-    """The frames of a video that are trained on: all pictures in `frames`, or of a single video
-    file the frames numbered `indices`.
+    """The frames of a video that are trained on: all pictures in `frames`; or, if `indices` is not
+    empty, the frames with these indices in the video file that is the only item of `frames`.
 
     seconds: the time at which each frame is shown. fps: frames taken per second. size: (height,
     width).
@@ -158,7 +158,7 @@ def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
 
 
 def _numbers_as_numbers(file: Path) -> list[Any]:
-    """Orders names of files: 9.png is before 10.png."""
+    """Sort key of a file's name, with the numbers in it as numbers: 9.png is before 10.png."""
     pieces = re.split(r"(\d+)", file.name)
     return [int(piece) if piece.isdecimal() else piece for piece in pieces]
 
@@ -171,9 +171,10 @@ class VideoVision(Vision):
     """Media of a model with images and videos.
 
     around: the text of a video, "{}" for its placeholder. start_id: the token before the
-    placeholder. writes_times: True if the times of frames are text, which `timed` matches.
-    per_second: positions along time for a second; None: one for each two frames. keys: video_fps,
-    video_maxlen, video_min_pixels and video_max_pixels.
+    placeholder. writes_times: True if the text has the times of frames before their placeholders;
+    `timed` matches all of these of a video. per_second: positions along time per second; None: one
+    position for each two frames. keys: video_fps, video_maxlen, video_min_pixels and
+    video_max_pixels.
     """
 
     around: str
@@ -327,7 +328,7 @@ class VideoVision(Vision):
             image = torch.from_numpy(frame).permute(2, 0, 1)[None].contiguous()
             image = F.interpolate(image, size, mode="bicubic", antialias=True)[0].numpy()
             pixels = self.frame_processor(images=image, do_resize=False, return_tensors="pt")
-            # of a picture, the patches have it twice
+            # the processor repeats a single picture along time: keep one of the two
             frames.append(pixels["pixel_values"].view(rows * columns, 3, 2, -1)[:, :, 0])
         frames += frames[-1:] * (len(frames) % 2)
         pairs = torch.stack(frames).unflatten(0, (-1, 2))  # [times, 2, patches, 3, values]
