@@ -5,7 +5,7 @@
 For given data and keys, the seed and a Position, which checkpoints contain, determine the rows that
 follow. Every rank reads and tokenises all records, and keeps the rows of its data-parallel rank. A
 resumed run seeks to the bytes where its block began, reads that block again, and tokenises the
-current chunk of records again. Resuming takes no earlier records, except in compressed, .json and
+current chunk of records again. Earlier records are read again only in compressed, .json and
 .parquet files. The data repeats endlessly, each pass in another order if it is shuffled; a step may
 contain the end of one pass and the beginning of the next.
 """
@@ -40,7 +40,7 @@ from .data_encode import (
 from .watchdog import end_with_rank
 
 CHUNK_RECORDS = 100  # records that are tokenised at once
-_FEW_RECORDS = 1000  # among the first ones, a tenth may be bad
+_FEW_RECORDS = 1000  # a tenth of the records read may be bad, and of this many at the beginning
 _HEAD_BYTES = 1 << 20  # a file is identified by its size and this many bytes
 
 

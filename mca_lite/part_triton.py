@@ -55,7 +55,7 @@ def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     programs that computed it.
 
     If megatron's DDP gave the parameter a float32 main_grad, the sum is added there, and the result
-    is an empty tensor for DDP's hook.
+    is an uninitialised tensor, which DDP's hook does not read.
     """
     gradient = torch.empty_like(parameter)
     main_grad = getattr(parameter, "main_grad", None)

@@ -20,8 +20,8 @@ class Part(NamedTuple):
     """An optional part of the package, whose files may be deleted: one row of PARTS. Each field is
     a string of words separated by spaces.
 
-    modules: its files without ".py". Importing the first registers the part, if its name ends in
-    _keys or is part_migration.
+    modules: its files without ".py"; first those that register keys, rules and table rows when they
+    are imported.
     keys: its configuration keys, and key=value for values that it adds to core keys.
     defaults: key:value for its keys with a default other than None.
     provides: its rows in CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES.

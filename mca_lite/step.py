@@ -239,8 +239,8 @@ def count_labels(batch: dict[str, Any]) -> int:
 
 
 def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbers:
-    """The Numbers for an objective's metrics, on this rank's device, with the sums of
-    micro-batches' `metrics` and all counts 0."""
+    """The Numbers for an objective's metrics, on this rank's device: the (sum, count) pairs of
+    micro-batches' `metrics`, added up; counts of tokens are 0."""
     return Numbers.zeros(objective.metrics_keys, parallel.device()).add_metrics(metrics)
 
 
@@ -250,8 +250,8 @@ def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbe
 def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> None:
     """Write the trained model and the tokenizer to a folder. Collective.
 
-    With save_hf_model in Hugging Face's format, or for adapters in PEFT's format alone. Otherwise
-    as a checkpoint of the weights."""
+    With save_hf_model, the files are in Hugging Face's format, or for adapters in PEFT's format
+    alone; otherwise they are a checkpoint of the weights."""
     if args.save_hf_model:
         backend.export_hf(folder, args.max_shard_size)
     else:

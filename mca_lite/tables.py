@@ -1,7 +1,7 @@
 """Tables of named choices: key groups, chat templates, stages, optimizers and columns.
 
 The rules for configuration keys read these tables, and a typing error should be reported without
-waiting for torch: functions import it when they need it.
+waiting for torch, so functions here import torch only when they need it.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     """Convert a Hugging Face model into a checkpoint of this package, or a checkpoint into a
     Hugging Face model, and write it to `dst` -> a line to print.
 
-    A checkpoint of an earlier version, without a manifest, becomes a checkpoint. Raises ValueError
-    if dst is not empty, or if src has neither format or is damaged.
+    A checkpoint of an earlier version, without a manifest, becomes one of this version. Raises
+    ValueError if dst is not empty, or if src has neither format or is damaged.
     """
     _refuse_full(dst)
     folder = resolve_folder(src)

@@ -61,8 +61,9 @@ _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9f
 
 
 class Decoding(NamedTuple):
-    """Settings for choosing the next token. None: as in the model's generation_config.json.
-    temperature 0: the most likely token (greedy)."""
+    """Settings for an answer: its number of tokens at most, and how each is chosen. None: as in the
+    model's generation_config.json, or MAX_NEW_TOKENS if that has no max_new_tokens. temperature 0:
+    the most likely token (greedy), whatever top_p is."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -91,8 +92,8 @@ def load_for_generation(
     or the adapter says.
     trusted: names of models that may run code.
 
-    Raises ValueError if the folder has neither a model nor an adapter, or if adapter and base do
-    not fit together.
+    Raises ValueError if the folder has neither a model nor an adapter, if the model is a reward
+    model, or if adapter and base do not fit together.
     """
     disable_progress_bar()
     folder = resolve_folder(str(path))
@@ -164,10 +165,10 @@ def _run_folder(folder: Path) -> Path:
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
     """Read the named keys (separated by spaces) from the config.yaml of a folder's run, as
-    attributes; every other key has its default. Prints them.
+    attributes; every other key has its default. Prints the keys that were found.
 
-    The user did not name that file, so no name in it may let code run. Raises ConfigError if it
-    cannot be read.
+    The user did not name that file, so no name in it may let code run. Raises ConfigError if a
+    value does not fit its key, ValueError if the file cannot be read.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     written = read_config_file(path) if path.is_file() else {}
@@ -186,7 +187,7 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 def check_generation_config(folder: Path) -> None:
     """Raise ValueError if a number in generation_config.json, such as temperature, has the wrong
-    type."""
+    type, or if max_new_tokens is below 1."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     for key in _NUMBERS:
@@ -345,8 +346,8 @@ def continuations(
 
     Generation also ends at the model's last position. Prompts of similar length share a batch [b,
     s], padded on the left, because generation continues at the end of a row. streamer: a
-    transformers streamer, for a single prompt. pictures: pixel_values and image_grid_thw per
-    prompt, {} if it has no picture; () if no prompt has one.
+    transformers streamer, for a single prompt. pictures: for each prompt the columns of its images
+    and videos, such as pixel_values, {} if it has none; () if no prompt has any.
     """
     config = _generation_config(model, stop, decoding)
     text_config = model.config.get_text_config()

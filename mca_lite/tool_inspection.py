@@ -290,9 +290,9 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def check(arguments: RunArguments) -> None:
-    """Print what a run in a world of WORLD_SIZE ranks begins with: model, data, steps, and each
-    rank's tensors and first batches. Raises the errors that it finds in configuration, model files,
-    data and checkpoints."""
+    """Print what a run in a world of WORLD_SIZE ranks begins with: model and data; if it trains,
+    also its steps, each rank's first batches and the tensors of each pipeline stage. Raises the
+    errors that it finds in configuration, model files, data and checkpoints."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
@@ -387,8 +387,7 @@ class _Planned:
         """Do nothing: a dry run computes no loss."""
 
     def expect_weighted_losses(self) -> None:
-        """Do nothing. A backend would check here that its losses are weighted; a dry run computes
-        none."""
+        """Do nothing: a dry run computes no loss."""
 
 
 class _PlannedMegatron(_Planned, MegatronBackend):

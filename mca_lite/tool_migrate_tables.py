@@ -1,15 +1,20 @@
 """Keys of other trainers' files in words of this package, for `mca-lite migrate`.
 
-A row: [@TAGS ]KEY[=VALUES]: WORDS [| NOTE]. The first row of a key whose VALUES (patterns, by
-commas) fit counts; a key without one is looked up among this package's keys and aliases. WORDS:
-keys, with the same value; key=value, where {} is theirs; datasets, with the key and the stage of a
-list of sets; - without effect, NOTE has the reason; or ! refused, NOTE has the remedy. VALUES
-absent: the key is left out, and NOTE names the default. TAGS, by commas, are alternatives of words
-joined by +: keys of the file that are not false or 0, and values of one word. `method` is the
-command's.
+A row is [@TAGS ]KEY[=VALUES]: WORDS [| NOTE]. KEY and VALUES are patterns, separated by commas. Of
+the rows that match a key of a file and its value, the first one counts; a key that no row matches
+is looked up among this package's keys and aliases. VALUES `absent`: the row is for a file without
+the key, and NOTE names the default.
+
+WORDS is one of: keys of this package, which get the same value; key=value, where {} stands for the
+file's value; `datasets`, with the key and the stage to set for a list of datasets; -, for a key
+without effect, with the reason in NOTE; !, for a refused key, with the remedy in NOTE.
+
+TAGS are alternatives, separated by commas: words that the file must have, joined by +. A file has
+the keys that are not false or 0, its values, and the words of `method`, a script's command; without
+a command, the trainer's name.
 """
 
-# names of forms -> keys of which a file in that form has one
+# trainer -> patterns of its keys; a file is that of the first trainer of which it has a key
 SIGNS = {
     "axolotl": "base_model",
     "NeMo Automodel": "step_scheduler.* model._target_",
@@ -22,7 +27,7 @@ SIGNS = {
 _REINFORCED = (
     "answers are generated elsewhere: stage: grpo trains on such rollouts, a Session in a loop"
 )
-# keys of a loop with answers that the model writes
+# keys of trainers that sample answers while they train
 _ROLLOUT = """\
 use_vllm,vllm*,reward_funcs,reward_weights,reward_model*,num_generations*,log_completions,epsilon*,\
 overlong_filter,steps_per_generation,importance_sampling_level,multi_turn_scheduler,max_turns,\
@@ -518,7 +523,8 @@ compile.*,float8.*,quantize.*: - | fp8 and torch_compile decide it
 validation.*: ! | eval_dataset, eval_strategy and eval_steps
 """
 
-# of mcore_adapter, LLaMA-Factory and Trainer: their keys are this package's, or aliases
+# "Hugging Face": files of mcore_adapter, LLaMA-Factory and Trainer, whose keys are this package's
+# or aliases of them, so that only `method` needs a row
 ROWS = {
     "axolotl": AXOLOTL,
     "ms-swift": MS_SWIFT,

@@ -52,8 +52,9 @@ from .log_metrics import (
 # -- reading a run
 
 NO_RUN = "no run yet"
-# A run counts as hung after so many seconds without a new line: before its first line (compiling, a
-# reference's pass), and later; there it is at least _SILENT_LINES times the time between two lines.
+# A run counts as hung if its log gets no line for _FIRST_LINE_S seconds (it may compile, or score
+# its data), or after the first line for _SILENCE_S seconds, or for _SILENT_LINES times the time
+# between two lines, whichever is longer.
 _FIRST_LINE_S = 900
 _SILENCE_S = 120
 _SILENT_LINES = 5

@@ -29,9 +29,9 @@ from .files import show_size
 
 # -- time
 
-# Bytes that elementwise bf16 passes move per token. Counted: SwiGLU's, per layer and MLP column,
-# forward and backward. From their times on one H200: those per layer and channel (norms, rotary
-# embedding, residuals), and the loss's per vocabulary column.
+# Bytes per token that elementwise bf16 passes move, forward and backward. SwiGLU's, per layer and
+# MLP column, were counted; those per layer and channel (norms, rotary embedding, residuals) and the
+# loss's, per vocabulary column, were derived from their times on one H200.
 _OF_COLUMN = 16
 _OF_CHANNEL = 94
 _OF_VOCABULARY = 9
@@ -61,11 +61,12 @@ class Rates(NamedTuple):
     split_layer_s: float = 0.0  # with sequence or context parallelism
 
 
-# by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
-# ms of GEMMs, 95 of attention, SwiGLU's 31.7, a step of 651 ms with 624 ms of kernels), and the
-# update of 4B; rows of up to 32,768 tokens, layouts and experts: two H200 of one host
-# (tests/shared/planned.py). Not measured here: H100, with the H200's arithmetic and the bandwidth
-# of its own memory; networks, at the 400 Gbit/s of a usual adapter for each GPU
+# The H200's rates, in bf16, come from tests/bench/RESULTS.md: the kernels of a step of 1.5B with 8
+# rows of 4,096 tokens (430 ms of GEMMs, 95 of attention, SwiGLU's 31.7, a step of 651 ms with 624
+# ms of kernels), and the update of 4B. Those for rows of up to 32,768 tokens, layouts and experts
+# were measured on two H200 of one host (tests/shared/planned.py). Not measured: an H100, which gets
+# the H200's arithmetic and the bandwidth of its own memory; and networks, which get the 400 Gbit/s
+# of a usual adapter for each GPU.
 _H200 = Rates(
     products=7.04e14,
     attention=5.4e14,
@@ -407,8 +408,9 @@ class _Layout:
         return of_weights, size
 
     def rank(self) -> tuple[Any, ...]:
-        """Sort key that puts the best layout first: by predicted step time, then by the product of
-        tensor, context and expert parallel sizes, then by pipeline size, then by memory."""
+        """Sort key that puts the best layout first: by predicted step time, or without --gpu by
+        pipeline bubble and recomputation; then by the product of tensor, context and expert
+        parallel sizes, then by pipeline size, then by memory."""
         args = self.args
         seconds = 1 + bubble(args, self.config)  # only relative to other layouts
         if self.time is not None:
@@ -538,8 +540,9 @@ _KEYS = (
 
 
 def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
-    """Yield layouts of options.gpus ranks with the same global batch: parallel sizes are powers of
-    two, or for contexts the run's own; layouts that break a rule are left out.
+    """Yield layouts of options.gpus ranks with the same global batch. Parallel sizes are powers of
+    two, but samples shorter than _LONG tokens keep the run's context_parallel_size. Layouts that
+    break a rule are left out.
 
     A layout that does not fit into memory is followed by the same one with micro-batches of one
     sample, and then with recomputation.

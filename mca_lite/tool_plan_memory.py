@@ -2,9 +2,9 @@
 
     static = weights + gradients + optimizer state; at the peak also activations, loss and buffers
 
-Weights come from the family's rows (families.py), sharded as the layout shards them. The facts
-about activations are counted storages: on a CPU those that autograd saves (tests/test_plan.py), on
-a GPU, where kernels.py compiles, live blocks on one H200.
+Weights come from the family's rows (families.py), sharded as the layout shards them. What
+activations take was counted: on a CPU from the tensors that autograd saves (tests/test_plan.py), on
+a GPU, where kernels.py compiles, from the blocks of memory in use on one H200.
 
 Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes per value of an activation.
 """
@@ -205,7 +205,7 @@ def stages_of_layers(config: Any) -> list[int]:
     return stages
 
 
-# with a float32 scale for 64 numbers in 8 bits
+# bytes per value; in 8 bits, 64 values share a float32 scale
 _BYTES_OF_MOMENT = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
 
 

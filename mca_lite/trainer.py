@@ -819,8 +819,8 @@ class McaTrainer(OtherNames):
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). Every
         rank must call it.
 
-        With save_hf_model in Hugging Face's format, or for adapters in PEFT's format without the
-        base model. Otherwise as a checkpoint of the weights."""
+        With save_hf_model, the files are in Hugging Face's format, or for adapters in PEFT's format
+        without the base model; otherwise they are a checkpoint of the weights."""
         folder = Path(output_dir or self.args.output_dir)
         save_model(self.backend, self.args, folder, self.tokenizer)
 

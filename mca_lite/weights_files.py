@@ -122,7 +122,7 @@ def _in_shards(
         yield shard
 
 
-# what a rotary scaling is counted from, and reaches
+# config.json's numbers of positions without and with rotary scaling
 _POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
 
 
@@ -318,9 +318,9 @@ class SafetensorsSource:
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """Read a tensor, or the slice `part` of it. Of a quantised weight whole blocks are read,
-        and of stacked experts whose gate and up rows alternate both; otherwise only the bytes of
-        `part`."""
+        """Read a tensor, or the slice `part` of it. Only the bytes of `part` are read from the
+        file, except that a quantised weight is read by whole blocks or rows, and gate and up rows
+        of stacked experts together if they alternate."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
