@@ -262,7 +262,7 @@ class Tower(torch.nn.Module):
 _KEPT = {"quick_gelu": (11, 3), "gelu_pytorch_tanh": (11, 2), "silu": (15, 4)}
 
 
-# refused with several pipeline stages
+# why pictures with multi-token prediction are refused on several pipeline stages
 _NOT_AHEAD = (
     "layers for multi-token prediction, on the last pipeline stage, do not get the features of "
     "pictures from the first"

@@ -118,7 +118,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         """
         if any("routes" in batch for batch in micro_batches):
             self.routes = self.routes or function_of("part_routes:Routes")(self.backend)
-            self.routes.__enter__()  # forgets those of the step before
+            self.routes.__enter__()  # this also forgets the routes of the step before
         return super()._prepare_micro_batches(micro_batches, seq_length)
 
     def _post_compute_loss(  # type: ignore[override]

@@ -333,7 +333,7 @@ def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
         weight = module.get_parameter(key)
         packed = Quantised.empty(weight.detach(), form)
         parameter = torch.nn.Parameter(packed, requires_grad=False)
-        vars(parameter).update(vars(weight))  # megatron's attributes
+        vars(parameter).update(vars(weight))  # keep the attributes that megatron reads
         setattr(module, key, parameter)
 
 

@@ -377,7 +377,7 @@ def _document(
     check_batch(batch, False, limits)
     row = {name: x if is_of_inputs(name) else x[0] for name, x in batch.items()}
     row = with_columns(row, loss)
-    row.pop("attention_mask")  # the collator numbers documents
+    row.pop("attention_mask")  # a row's collator makes it, with the documents' indices
     return row
 
 

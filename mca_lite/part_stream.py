@@ -323,7 +323,8 @@ class _MicroBatches(IterableDataset):
             kept = []
             for number in range(plan.global_batch_size):
                 row, position = next(rows)
-                if number // size % plan.dp_size == plan.dp_rank:  # the order of BatchPlan
+                # ranks take micro-batches in turn, in the order of BatchPlan
+                if number // size % plan.dp_size == plan.dp_rank:
                     kept.append(self.stream.with_inputs(row))
             for first in range(0, len(kept), size):
                 batch = self.collate(kept[first : first + size])

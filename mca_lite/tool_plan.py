@@ -130,7 +130,8 @@ def step_time(
     frozen: True if not all weights are trained. reference: extra forward passes per step, in units
     of the model's forward pass. trained: the trained modules if others are frozen.
     """
-    from .log import ModelWork, model_sizes, partial_work  # with torch
+    # imported late, because it imports torch
+    from .log import ModelWork, model_sizes, partial_work
 
     sizes = model_sizes(config)
     if sizes is None:

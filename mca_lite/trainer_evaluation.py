@@ -181,7 +181,8 @@ class Evaluator:
         plan = loader.batch_sampler.plan
         for step, batches, seq_length, _ in self._steps(loader, plan):
             chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]
-            for numbers, batch in zip(chosen, batches, strict=False):  # empty ones follow
+            # micro-batches without samples come after the chosen ones
+            for numbers, batch in zip(chosen, batches, strict=False):
                 _check_documents(batch, numbers, self.trainer.documents_per_sample)
             yield list(zip(chosen, run(batches, seq_length), strict=False))
 

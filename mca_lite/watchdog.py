@@ -138,7 +138,7 @@ def watch(args: Any) -> Iterator[None]:
 
     An error that leaves the context is stored for the other ranks. If it is a lost connection and
     the reason is known, RankFailed replaces it. Collective on entry."""
-    from . import parallel  # brings torch
+    from . import parallel  # imported late, because it imports torch
 
     global _current
     if _current is not None or parallel.world_size() == 1:

@@ -181,8 +181,9 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
 
 # -- the names of experts
 
-_FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transformers' modules
-_STACKED = re.compile(f"{_FUSED.pattern}(_bias|_blocks)?")  # files with stacked experts
+# stacked experts' names in transformers' modules, and in files
+_FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(f"{_FUSED.pattern}(_bias|_blocks)?")
 _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
@@ -544,7 +545,7 @@ class ScoredSource:
         self._drawn = InitSource(hf_config, seed)
 
     def names(self) -> KeysView[str]:
-        names = dict.fromkeys((*self._source.names(), VALUE_HEAD))  # file by file
+        names = dict.fromkeys((*self._source.names(), VALUE_HEAD))  # keeps the files' order
         names.pop("lm_head.weight", None)
         return names.keys()
 
