@@ -1,8 +1,9 @@
 """Copy the package, with some of its parts, into another repository.
 
-python -m mca_lite vendor DST [--parts lora dpo] [--tools plan watch]
+python -m mca_lite vendor DST [--parts lora dpo] [--without pictures] [--tools plan watch]
     DST: a new folder, such as my_project/trainer, whose name becomes the package's name
     --parts: capabilities, with the parts that they need; "all" for every part
+    --without: parts to leave out of all parts, with the parts that need them
     --tools: commands besides training; "all" for every command
 
 The copy is checked in another process: each module is imported, and a tiny model is trained for
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,11 +37,12 @@ def main(words: list[str]) -> int:
     check the copy by a step of training -> exit code."""
     parser = parser_of("vendor", __doc__)
     parser.add_argument("dst", metavar="DST")
-    names = {"nargs": "*", "default": [], "metavar": "NAME"}
-    parser.add_argument("--parts", help=", ".join(PARTS), **names)
-    parser.add_argument("--tools", help=", ".join(COMMANDS), **names)
+    rows = (("--parts", PARTS), ("--without", PARTS), ("--tools", COMMANDS))
+    for option, table in rows:
+        text = ", ".join(table)
+        parser.add_argument(option, nargs="*", default=[], metavar="NAME", help=text)
     options = parser.parse_args(words)
-    return finish(_vendor, options.dst, options.parts, options.tools)
+    return finish(_vendor, options.dst, options.parts, options.tools, options.without)
 
 
 class Choice(NamedTuple):
@@ -74,8 +76,8 @@ def _modules_of_tools(tools: Iterable[str]) -> set[str]:
     return {module for tool in tools for module in COMMANDS[tool].modules()}
 
 
-def _vendor(dst: str, parts: list[str], tools: list[str]) -> None:
-    choice = choose(parts, tools)
+def _vendor(dst: str, parts: list[str], tools: list[str], without: list[str]) -> None:
+    choice = choose(parts, tools, without)
     folder = Path(dst).resolve()
     check_folder(folder)
     files = choice.files()
@@ -87,10 +89,22 @@ def _vendor(dst: str, parts: list[str], tools: list[str]) -> None:
     print(f"checked: every module is imported, a step of stage sft has loss {loss:.4f}")
 
 
-def choose(parts: list[str], tools: list[str]) -> Choice:
-    """The Choice for names of parts and tools, with the parts that they need. Raises UserError for
-    an unknown name, or if files are missing in this copy of the package too."""
-    wanted = _named("--parts", parts, PARTS)
+def choose(parts: list[str], tools: list[str], without: Sequence[str] = ()) -> Choice:
+    """The Choice for names of parts and tools, with the parts that they need.
+
+    without: parts to leave out, with the parts that need them; if `parts` is empty or "all", every
+    other part is chosen. Raises UserError for an unknown name, for a part in `parts` that needs one
+    in `without`, or if files are missing in this copy of the package too.
+    """
+    left = _named("--without", [*without], PARTS)
+    rest = [part for part in PARTS if {*with_needs(part)}.isdisjoint(left)]
+    wanted = rest
+    if not left or parts not in ([], [_ALL]):
+        wanted = _named("--parts", parts, PARTS)
+    for part in wanted:
+        if part not in rest:
+            lost = ", ".join(need for need in with_needs(part) if need in left)
+            refuse("--parts", part, f"it needs {lost}, and --without has it", "one of the two")
     needed = {need for part in wanted for need in with_needs(part)}
     chosen = [part for part in PARTS if part in needed]
     for part in chosen:

@@ -76,9 +76,36 @@ def test_a_copy_with_parts_trains_under_another_name_and_says_what_it_lacks(tmp_
     assert subprocess.run(command, **given).stdout == "True False\n"
 
 
+def test_a_copy_without_parts_has_all_others_but_those_that_need_them(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(tool_vendor, "check_copy", lambda folder: 1.0)
+    # test_parts.py trains without the files of parts
+    folder = tmp_path / "trainer"
+    assert main(["vendor", str(folder), "--without", "pictures", "lora"]) == 0
+    said = capfd.readouterr().out
+    gone = ["pictures", "video", "audio", "lora", "quantised"]
+    assert_names(said, f"parts left out: {', '.join(gone)}\n")
+    copied = {path.stem for path in folder.glob("part_*.py")}
+    missing = {module for part in gone for module in PARTS[part].modules.split()}
+    assert copied == {path.stem for path in PACKAGE.glob("part_*.py")} - missing
+
+
+@pytest.mark.parametrize("parts", [[], ["all"]])
+def test_without_takes_parts_and_their_users_from_all(parts):
+    chosen = tool_vendor.choose(parts, [], ["scores"]).parts
+    users = {"scores", "dpo", "kto", "rm", "distill", "policy"}
+    assert chosen == [part for part in PARTS if part not in users]
+    named = tool_vendor.choose(["kto", "lora"], [], ["pictures"])
+    assert named.parts == ["lora", "scores", "dpo", "kto"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("{new} --without lroa", "lroa.*there is none of this name.*try: "),
+        (
+            "{new} --parts kto --without scores",
+            "kto.*it needs scores, and --without has it.*one of",
+        ),
         ("{new} --parts lroa", "lroa.*there is none of this name.*try: "),
         ("{new} --parts dpoo", "dpoo.*try: dpo"),
         ("{new} --tools pln", "pln.*try: plan"),
