@@ -554,10 +554,17 @@ class AutoModel:
         """Build a model with random weights. Each tensor is drawn from `seed` and its Hugging Face
         name, so the weights are the same in every layout.
 
-        config: from this package's AutoConfig.from_pretrained(folder, args); a transformers config
-        lacks the layout. args: initialises the process groups, which is collective; None if the
-        process groups exist.
+        config: from this package's AutoConfig.from_pretrained(folder, args); ValueError for another
+        one, such as a transformers config, which lacks the layout. args: initialises the process
+        groups, which is collective; None if the process groups exist.
         """
+        kind = type(config)
+        expect(
+            isinstance(config, McaModelConfig),
+            "AutoModel.from_config: expected the McaModelConfig that mca_lite.AutoConfig."
+            f"from_pretrained(folder, args) gives, got {kind.__module__}.{kind.__name__}: for a "
+            "config object of transformers call mca_lite.model_config.from_hf_config(config, args)",
+        )
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from mca_lite.batch import row_layout
 from mca_lite.errors import ConfigError, Judge
 from mca_lite.families import check_type
+from mca_lite.model import AutoModel
 from mca_lite.model_attention import Rope, rope_frequencies, rotary_tables
 from mca_lite.model_config import (
     AutoConfig,
@@ -26,7 +27,7 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
-from tests.shared import tiny
+from tests.shared import tiny, world
 from tests.shared.training import arguments
 
 FAMILIES = {
@@ -605,3 +606,26 @@ def test_auto_config_says_which_images_are_not_trained(tmp_path):
     LlavaConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="qwen3_vl, qwen3_vl_moe are trained here"):
         AutoConfig.from_pretrained(str(tmp_path))
+
+
+def test_a_model_is_not_built_from_a_config_of_transformers():
+    args = arguments()
+    with pytest.raises(ValueError) as caught:
+        AutoModel.from_config(hf(), args)
+    said = str(caught.value)
+    assert (
+        "expected the McaModelConfig that mca_lite.AutoConfig.from_pretrained(folder, args)" in said
+    )
+    assert "got transformers.models.llama.configuration_llama.LlamaConfig" in said
+    assert "call mca_lite.model_config.from_hf_config(config, args)" in said
+    assert not torch.distributed.is_initialized()
+
+
+def draw() -> list[str]:
+    args = arguments()
+    models = AutoModel.from_config(from_hf_config(hf(), args), args)
+    return [type(chunk).__name__ for chunk in models]
+
+
+def test_the_call_that_the_refusal_names_makes_a_config_to_build_from():
+    assert world.run(draw, 1) == [["McaGPTModel"]]
