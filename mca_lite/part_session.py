@@ -253,8 +253,7 @@ class SampleLoss:
     ) -> Callable[..., Any]:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
-        # in a trainer, where ends is None, the router loss of the whole step is already weighed
-        if torch.is_grad_enabled() and self.ends is not None:
+        if torch.is_grad_enabled() and self.ends is not None:  # a trainer weighs whole steps
             self.backend.weigh_router_loss(self._count_of_loss(batch) * self.loss.times)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
