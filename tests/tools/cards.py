@@ -8,9 +8,11 @@ Weights are drawn from a seed on the device, tensor by tensor, and no file holds
     LoRA, training   tokens/s, losses and memory, beside what `plan` says
     resume           losses and norms after a checkpoint, beside a run without a stop
 
-Each part runs in a process of its own. Where a shape does not fit, the model has fewer layers, and
-the card says how many. Writes tests/cards/MODEL.md; further words pick parts, whose lines are only
-printed. TINY=1 runs the same at a size for a CPU.
+Each part runs in a process of its own, which imports while the part before it runs. Where a shape
+does not fit, the model has fewer layers, and the card says how many; that of a resume has a smaller
+vocabulary too, since its checkpoint is written and read. Writes tests/cards/MODEL.md after each
+part; further words pick parts, whose rows alone are replaced. TINY=1 runs the same at a size for a
+CPU and writes no page.
 """
 
 import contextlib
@@ -18,10 +20,13 @@ import copy
 import gc
 import hashlib
 import io
+import os
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +36,15 @@ import torch
 from tests.shared import world
 
 from . import bench_gpu
+from .faults import die_with_parent
 
 FOLDER = Path(__file__).parents[1] / "cards"
 SEED = 20261127
 ROW = 64 if bench_gpu.TINY else 4096
 SHAKE = 1e-7
 GIB = 2**30
+RESUMED_VOCABULARY = 1 << 15
+PICTURE_TOKENS = "image_token_id video_token_id vision_start_token_id vision_end_token_id".split()
 
 
 class Shape(NamedTuple):
@@ -100,6 +108,7 @@ SHAPES = {
         ),
         20,
         4,
+        1,
     ),
     "gpt-oss-20b": Shape(
         "gpt_oss",
@@ -178,6 +187,7 @@ SHAPES = {
         ),
         24,
         24,
+        4,
     ),
 }
 _SMALL = dict(
@@ -202,7 +212,7 @@ _SMALL = dict(
 )
 
 
-def config_of(model: str, layers: int | None = None):
+def config_of(model: str, layers: int | None = None, vocabulary: int | None = None):
     """transformers' config of a shape; with fewer layers, its first ones."""
     from transformers import AutoConfig
 
@@ -214,11 +224,14 @@ def config_of(model: str, layers: int | None = None):
         if "vision_config" in keys:
             keys["vision_config"].update(fullatt_block_indexes=[1, 3], hidden_size=32)
             keys["text_config"]["rope_parameters"]["mrope_section"] = [2, 3, 3]
-            keys["text_config"]["vocab_size"] = SHAPES[model].keys["text_config"]["vocab_size"]
         layers = layers and min(layers, 4)
     text = keys.get("text_config", keys)
     if layers:
         text["num_hidden_layers"] = layers
+    text["vocab_size"] = min(text["vocab_size"], vocabulary or text["vocab_size"])
+    for place, name in enumerate(PICTURE_TOKENS, 1):
+        if keys.get(name, 0) >= text["vocab_size"]:
+            keys[name] = text["vocab_size"] - place
     tokens = dict(pad_token_id=None, bos_token_id=None, eos_token_id=0)
     return AutoConfig.for_model(SHAPES[model].kind, **tokens, **keys)
 
@@ -232,6 +245,7 @@ class Drawn:
 
         self._shapes = InitSource(config.to_dict(), 0)
         self._device, self._dtype = parallel.device(), dtype
+        self._last = ("", torch.empty(0))  # experts are read one by one, and drawn together
 
     def names(self):
         return self._shapes.names()
@@ -240,6 +254,11 @@ class Drawn:
         return self._shapes.shape(name)
 
     def read(self, name: str, part=(slice(None),)) -> torch.Tensor:
+        if name != self._last[0]:
+            self._last = name, self._draw(name)
+        return self._last[1][part]
+
+    def _draw(self, name: str) -> torch.Tensor:
         digest = hashlib.sha256(f"{SEED}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
         known = dict(device=self._device, generator=generator, dtype=torch.float32)
@@ -249,7 +268,7 @@ class Drawn:
         else:
             # a norm's weight is 1, or 0 where 1 is added: both are in this range
             drawn = drawn * 0.02 + 0.5 * (drawn.dim() == 1 and name.endswith("weight"))
-        return drawn.bfloat16().to(self._dtype)[part]
+        return drawn.bfloat16().to(self._dtype)
 
 
 def ours_of(config, lora: int = 0, **keys):
@@ -299,6 +318,8 @@ def theirs_of(config, dtype: torch.dtype):
 def rows_of(config, count: int, length: int) -> list[dict]:
     generator = torch.Generator().manual_seed(SEED)
     size = config.get_text_config().vocab_size
+    if hasattr(config, "vision_config"):
+        size -= len(PICTURE_TOKENS)  # rows of text alone
     ids = torch.randint(1, min(size, 1 << 17), (count, length + 1), generator=generator)
     places = {}
     if hasattr(config, "vision_config"):  # of a row of text alone
@@ -365,6 +386,8 @@ def distances(model: str) -> dict:
         gc.collect()
         parallel.device().type == "cuda" and torch.cuda.empty_cache()
         theirs = theirs_of(config, dtype)
+        if hasattr(theirs, "set_experts_implementation"):
+            theirs.set_experts_implementation("eager")
         found[name] = log_probs_of_theirs(theirs, samples)
         if dtype is torch.float32:
             with torch.no_grad():
@@ -425,8 +448,7 @@ def _ticks(times: list):
 
 def resumed(model: str, lora: int) -> dict:
     """Steps after a checkpoint whose loss and gradient norm have the bits of the unbroken run."""
-    layers = SHAPES[model].resumed
-    config = config_of(model, layers)
+    config = config_of(model, SHAPES[model].resumed, RESUMED_VOCABULARY)
     keys = dict(deterministic=True, max_steps=5, save_strategy="steps", save_steps=3)
     curves = []
     checkpoint = None
@@ -439,9 +461,13 @@ def resumed(model: str, lora: int) -> dict:
         logs = [log for log in trainer.state.log_history if "loss" in log]
         curves.append([(float(x["loss"]).hex(), float(x["grad_norm"]).hex()) for x in logs[-2:]])
         del trainer, models
+    files = [path for path in Path(checkpoint).rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e9
     shutil.rmtree(Path(checkpoint).parent, ignore_errors=True)
-    kept = config.get_text_config().num_hidden_layers
-    return dict(layers=kept, same_bits=curves[0] == curves[1], unbroken=curves[0])
+    text = config.get_text_config()
+    kept = dict(layers=text.num_hidden_layers, vocabulary=text.vocab_size)
+    same = curves[0] == curves[1]
+    return dict(kept, checkpoint_gb=round(size, 1), same_bits=same, unbroken=curves[0])
 
 
 PARTS = {
@@ -454,29 +480,62 @@ PARTS = {
 }
 
 
-def measured(model: str, part: str) -> dict:
+def when_told(gate: str, function, *args) -> dict:
+    """Import what a part needs, wait for the file `gate`, and run the part."""
+    import transformers  # noqa: F401
+
+    from mca_lite import McaTrainer, Session, part_lora, tool_plan  # noqa: F401
+
+    die_with_parent()
+    while not os.path.exists(gate):
+        time.sleep(0.05)
+    return function(*args)
+
+
+def measured(model: str, part: str, gate: Path) -> dict:
     """A part's line; where it fails, the error."""
     function, *more = PARTS[part]
     more = [getattr(SHAPES[model], x) if isinstance(x, str) else x for x in more]
-    start = time.time()
     try:
-        found = world.run(function, 1, model, *more, timeout_s=300)[0]
+        return world.run(when_told, 1, str(gate), function, model, *more, timeout_s=900)[0]
     except Exception as error:
-        found = dict(failed=f"{type(error).__name__}: {error}"[-900:])
-    return dict(found, seconds=round(time.time() - start))
+        return dict(failed=f"{type(error).__name__}: {error}"[-900:])
 
 
-def page(model: str, found: dict[str, dict]) -> str:
-    """The card in Markdown."""
+def lines_of(models: list[str], parts: list[str]) -> Iterator[tuple[str, str, dict]]:
+    """(model, part, its line) one after another; the next one's process starts meanwhile."""
+    pairs = [(model, part) for model in models for part in parts]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        gates = [Path(folder, str(number)) for number in range(len(pairs))]
+        begun = [
+            pool.submit(measured, *pair, gate) for pair, gate in zip(pairs, gates, strict=True)
+        ]
+        for pair, gate, line in zip(pairs, gates, begun, strict=True):
+            start = time.time()
+            gate.touch()
+            yield *pair, dict(line.result(), seconds=round(time.time() - start))
+
+
+def page(model: str, found: dict[str, dict], old: str = "") -> str:
+    """The card in Markdown; rows of other parts are those of the old page."""
     names = ("torch", "triton", "megatron-core", "transformers")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
     packages = ", ".join(f"{n} {version(n)}" for n in names if _is_there(n))
-    lines = [f"# {model}", "", f"{gpu}; {packages}.", ""]
-    lines += [f"`make card MODEL={model}`; weights drawn from the seed {SEED}.", ""]
-    lines += ["| part | found |", "| --- | --- |"]
+    made = [line for line in old.splitlines() if "; torch " in line][:1]
+    here = f"{gpu}; {packages}"
+    where = made[0].rstrip(".") if made else here
+    rows = {}
+    for line in old.splitlines():
+        part, _, words = line.strip("| ").partition(" | ")
+        if part in PARTS:
+            rows[part] = words
     for part, values in found.items():
         words = "; ".join(f"{k.replace('_', ' ')} {_show(v)}" for k, v in values.items())
-        lines.append(f"| {part} | {words} |")
+        rows[part] = words if where == here else f"{words}; {here}"
+    lines = [f"# {model}", "", f"{where}.", ""]
+    lines += [f"`make card MODEL={model}`; weights drawn from the seed {SEED}.", ""]
+    lines += ["| part | found |", "| --- | --- |"]
+    lines += [f"| {part} | {rows[part]} |" for part in PARTS if part in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -504,15 +563,16 @@ def main(words: list[str]) -> int:
         print(f"{__doc__}\nmodels: {', '.join(SHAPES)}; parts: {', '.join(PARTS)}")
         return 2
     failed = 0
-    for model in models:
-        found = {}
-        for part in parts or PARTS:
-            found[part] = measured(model, part)
-            failed += "failed" in found[part]
-            bench_gpu.write(dict(card=model, part=part, **found[part]))
-        if not parts and not bench_gpu.TINY:
-            FOLDER.mkdir(exist_ok=True)
-            (FOLDER / f"{model}.md").write_text(page(model, found))
+    pages = {model: FOLDER / f"{model}.md" for model in models}
+    keep = {
+        model: path.read_text() if parts and path.exists() else "" for model, path in pages.items()
+    }
+    for model, part, line in lines_of(models, parts or list(PARTS)):
+        failed += "failed" in line
+        bench_gpu.write(dict(card=model, part=part, **line))
+        keep[model] = page(model, {part: line}, keep[model])
+        if not bench_gpu.TINY:
+            pages[model].write_text(keep[model])
     return int(failed > 0)
 
 

@@ -4,6 +4,7 @@ ddp_timeout + 10 s.
 Two ranks, on two GPUs or on one (for nccl each is a host of its own then); without CUDA the cases
 that gloo can have. Rank 0 holds the store, as without torchrun. One more case saves the distributed
 optimizer and ends well. A line a case: who was named, and seconds until all have left.
+The cases run at the same time: most of it is waiting.
 """
 
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,10 +115,9 @@ def environments() -> list[dict[str, str]]:
     return ranks
 
 
-def is_named(name: str, folder: str) -> bool:
+def is_named(name: str, path: str, folder: str) -> bool:
     """Print a line on a case -> True if its rank was named and the others left in time."""
     case = CASES[name]
-    path = tiny.save_model(f"{folder}/model", "qwen3")
     out = f"{folder}/{name.replace(' ', '-')}"
     words = [sys.executable, "-m", "tests.tools.gpu_hangs", path, out, name]
     logs = [Path(f"{out}-{rank}.log") for rank in range(2)]
@@ -132,7 +133,7 @@ def is_named(name: str, folder: str) -> bool:
     for rank, process in enumerate(processes):
         if rank != case.victim or case.how != "stop":
             try:
-                codes[rank] = process.wait(max(1.0, start + 150 - time.monotonic()))
+                codes[rank] = process.wait(max(1.0, start + 200 - time.monotonic()))
             except subprocess.TimeoutExpired:
                 codes[rank] = None
     seconds = time.monotonic() - start
@@ -157,8 +158,9 @@ def main(words: list[str] | None = None) -> int:
     """The cases this machine can have; words: parts of the names of some -> 0 if all are right."""
     names = [n for n, case in CASES.items() if torch.cuda.is_available() or not case.needs_gpu]
     chosen = [name for name in names if not words or any(word in name for word in words)]
-    with tempfile.TemporaryDirectory() as folder:
-        right = [is_named(name, folder) for name in chosen]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(chosen) or 1) as pool:
+        path = tiny.save_model(f"{folder}/model", "qwen3")
+        right = list(pool.map(lambda name: is_named(name, path, folder), chosen))
     print(f"hangs: {sum(right)} of {len(right)}", flush=True)
     return int(not right or not all(right))
 
