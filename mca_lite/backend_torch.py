@@ -510,7 +510,7 @@ class TorchBackend(Backend):
         if self._scaler:
             self._scaler.update(not is_finite)
             if not is_finite:
-                return False, 0.0, None  # as megatron's optimizer
+                return False, 0.0, None  # megatron's optimizer reports an overflow like this
         if self.rejects(float(grad_norm)):
             return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(

@@ -556,8 +556,7 @@ class AutoModel:
 
         config: from this package's AutoConfig.from_pretrained(folder, args); ValueError for another
         one, such as a transformers config, which lacks the layout. args: initialises the process
-        groups, which is collective; None if the process groups exist.
-        """
+        groups; None if they exist. Collective: every rank must call it."""
         kind = type(config)
         expect(
             isinstance(config, McaModelConfig),

@@ -222,7 +222,7 @@ def _fits(*sizes: int) -> bool:
 # Columns of a state per program. On an H200 a pass over 64 heads of 128 channels takes 0.6 ms, and
 # 0.9 ms with 16 or 64 columns.
 _COLUMNS = 32
-# three products in tf32 are as exact as float32: 3e-7 of the largest state; one alone is 9e-4
+# three tf32 matmuls are as exact as one in float32: 3e-7 of the largest state; one alone is 9e-4
 _LAUNCH = dict(PRECISION="tf32x3", num_warps=4, num_stages=2)
 
 

@@ -50,7 +50,7 @@ def kept(config, inputs: float, units: int, of_results: list[float], again: floa
     it."""
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
-    again -= of_unit  # the same storages
+    again -= of_unit  # kept results are the same storages: they count once
     if not config.activation_offloading:
         return Kept(whole, again, 0.0)
     return Kept(min(whole, 2 * (inputs + of_unit)), again, whole)
