@@ -14,14 +14,16 @@ does not wait for the device.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from .kernels import compiled, swiglu, weighted_clamped_swiglu, weighted_swiglu
+from .kernels import compiled, compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     MegatronModule,
@@ -110,7 +112,7 @@ class BalancingLosses(NamedTuple):
     @classmethod
     def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
         """Read the coefficients from TrainingArguments or McaModelConfig. default: the model's
-        balancing coefficient, used if the settings have none."""
+        balancing coefficient, used if the arguments set none."""
         balance = settings.moe_aux_loss_coeff
         if balance is None:
             balance = default
@@ -420,9 +422,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return ToExperts.apply(flat, weights, self.order, self.places)
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Number of tokens for each of this rank's experts, from all ranks that share the experts.
-        chosen: bool [T, E], True where a token of this rank chose an expert. Collective over these
-        ranks, which exchange their counts."""
+        """Tokens per expert of this rank, from chosen bool [T, E], True where a token chose an
+        expert. Collective over the ranks that share the experts, which exchange their counts."""
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
@@ -464,16 +465,47 @@ def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(shape, **on_device))
 
 
-@compiled
-def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
-    into += gradient
+def _add_gradient(
+    x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """Add the weight gradients of experts to main_grad [n, out, in], in place: for each expert,
+    grad^T x over its rows. x [T, in] and grad [T, out] are sorted by expert; ends [n], int32: where
+    each expert's rows end. With a kernel, sums are float32 throughout."""
+    if compiles(x) and x.itemsize == 2 and main_grad.dtype == torch.float32:
+        fused().add_gradient_of_experts(x, grad, ends, main_grad)
+    else:
+        main_grad += F.grouped_mm(grad.t(), x, offs=ends)
 
 
-def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Gradient hook of a weight: add the gradient to DDP's buffer and tell megatron that this is
-    done."""
-    _add(weight.main_grad, gradient)
-    weight.grad_added_to_main_grad = True
+class ExpertsProduct(torch.autograd.Function):
+    """Each expert's rows of x [T, in] times its transposed matrix in weight [n, ..., out, in] ->
+    [T, out]. Backward adds the weight's gradient to its main_grad, and gives megatron's DDP hook an
+    empty tensor instead."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, ends)
+        ctx.weight = weight
+        return F.grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, ends = ctx.saved_tensors
+        weight = ctx.weight
+        grad = grad.contiguous()
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = F.grouped_mm(grad, weight.flatten(1, -2), offs=ends)
+        if x is not None:
+            _add_gradient(x.contiguous(), grad, ends, weight.main_grad.flatten(1, -2))
+            weight.grad_added_to_main_grad = True
+            of_weight = torch.empty_like(weight)
+        return of_x, of_weight, None
 
 
 class ExpertBiases(torch.nn.Module):
@@ -498,6 +530,8 @@ class Experts(MegatronModule):
     moe_grouped_gemm: one grouped GEMM for all experts; otherwise, or if rows are no multiple of 16
     bytes, a loop over experts.
     """
+
+    accumulates = False  # backward adds the gradients of weights to their main_grad
 
     def __init__(
         self,
@@ -535,11 +569,9 @@ class Experts(MegatronModule):
         return weight
 
     def accumulate_in_place(self) -> None:
-        """Add gradients to DDP's float32 buffers in hooks of the weights: DDP itself takes twice as
-        long to add a gradient of another dtype."""
-        for weight in (self.fc1, self.fc2):
-            if weight.requires_grad:
-                weight.register_hook(functools.partial(_accumulate, weight))
+        """From now on, let grouped GEMMs add the gradients of trained weights to main_grad, DDP's
+        float32 buffers: DDP itself would read and write each gradient once more."""
+        self.accumulates = True
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """Yield (expert index in the layer, megatron's tensor name such as "linear_fc1.weight",
@@ -565,10 +597,15 @@ class Experts(MegatronModule):
                 device=x.device, dtype=torch.int32, non_blocking=True
             )
 
+        def is_grouped(w: torch.Tensor) -> bool:
+            """True if the grouped GEMM can take w [n, ..., out, in]."""
+            # it needs rows in multiples of 16 bytes: the smallest adapters have fewer
+            sizes = math.prod(w.shape[1:-1]), w.shape[-1]
+            return ends is not None and not any(size * w.itemsize % 16 for size in sizes)
+
         def multiply(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             """Multiply each expert's tokens in t by its transposed matrix in w [n, out, in]."""
-            # the grouped GEMM needs rows in multiples of 16 bytes: the smallest adapters have fewer
-            if ends is None or any(size * t.element_size() % 16 for size in w.shape[1:]):
+            if not is_grouped(w):
                 counts = tokens_per_expert.tolist()
                 return torch.cat(
                     [F.linear(part, one) for part, one in zip(t.split(counts), w, strict=True)]
@@ -576,9 +613,11 @@ class Experts(MegatronModule):
             return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
 
         def product(projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            if adapter is None:
-                return experts_product(t, w, multiply)
-            return adapter(projections, t, w, multiply)
+            if adapter is not None:
+                return adapter(projections, t, w, multiply)
+            if self.accumulates and hasattr(w, "main_grad") and is_grouped(w):
+                return ExpertsProduct.apply(t, w, ends)
+            return experts_product(t, w, multiply)
 
         both = product(("gate", "up"), x, self.fc1)
         if not self.has_biases:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from . import world
 from .errors import Judge
 from .model_attention import CoreAttention
-from .model_moe import Experts, Mixture
+from .model_moe import Mixture
 from .part_cudnn import keepers
 
 SHARE = 0.8  # activations may take this share of the host's free memory
@@ -370,17 +370,11 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[..., Any],
-        rows: int,
-        module: Any,
-        count: int,
-        *tensors: torch.Tensor,
+        ctx: Any, run: Callable[..., Any], rows: int, count: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """Run the tiles -> output [t, ...]. rows: rows per tile. module: `run` uses its weights.
-        tensors: first `count` tensors to cut into tiles, then the module's trained parameters,
-        which get gradients."""
-        ctx.of_run = run, rows, module
+        """Run the tiles -> output [t, ...]. rows: rows per tile. tensors: first `count` tensors to
+        cut into tiles, then the trained parameters that `run` uses, which get gradients."""
+        ctx.of_run = run, rows
         ctx.parameters = tensors[count:]
         ctx.save_for_backward(*tensors[:count])
         out = None
@@ -395,27 +389,26 @@ class Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        run, rows, module = ctx.of_run
+        run, rows = ctx.of_run
         whole = ctx.saved_tensors
-        needs = ctx.needs_input_grad[4 : 4 + len(whole)]
+        needs = ctx.needs_input_grad[3 : 3 + len(whole)]
         pairs = list(zip(whole, needs, strict=True))
         grads: list[Any] = [torch.empty_like(x) if need else None for x, need in pairs]
         sums: list[Any] = [None] * len(ctx.parameters)
-        with _plain_leaves(module) as leaves:
-            parameters = [leaves.get(p, p) for p in ctx.parameters]
-            for start in _starts(whole[0], rows):
-                tiles = [x[start : start + rows].detach() for x in whole]
-                wanted = [x.requires_grad_() for x, need in zip(tiles, needs, strict=True) if need]
-                with torch.enable_grad():
-                    out = run(start, *tiles)
-                part = grad[start : start + rows]
-                found = torch.autograd.grad(out, wanted + parameters, part, allow_unused=True)
-                of_tiles = found[: len(wanted)]
-                for into, of_tile in zip(filter(_is_there, grads), of_tiles, strict=True):
-                    into[start : start + rows] = of_tile
-                of_parameters = zip(parameters, sums, found[len(wanted) :], strict=True)
-                sums = [_added(*each) for each in of_parameters]
-        return None, None, None, None, *grads, *sums
+        for start in _starts(whole[0], rows):
+            tiles = [x[start : start + rows].detach() for x in whole]
+            wanted = [x.requires_grad_() for x, need in zip(tiles, needs, strict=True) if need]
+            with torch.enable_grad():
+                out = run(start, *tiles)
+            part = grad[start : start + rows]
+            inputs = wanted + list(ctx.parameters)
+            found = torch.autograd.grad(out, inputs, part, allow_unused=True)
+            of_tiles = found[: len(wanted)]
+            for into, of_tile in zip(filter(_is_there, grads), of_tiles, strict=True):
+                into[start : start + rows] = of_tile
+            of_parameters = zip(ctx.parameters, sums, found[len(wanted) :], strict=True)
+            sums = [_added(*each) for each in of_parameters]
+        return None, None, None, *grads, *sums
 
 
 def _starts(x: torch.Tensor, rows: int) -> range:
@@ -440,34 +433,10 @@ def _added(
     return gradient.float() if total is None else total.add_(gradient)
 
 
-@contextlib.contextmanager
-def _plain_leaves(module: Any) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Context manager in which the trained weights of experts are replaced by plain leaf tensors
-    that share their memory; yields {weight: leaf}.
-
-    Hooks on the weights (accumulate_in_place) must not see the gradients of single tiles.
-    """
-    leaves = {}
-    covered = []
-    for owner in module.modules():
-        of_owner = owner.named_parameters(recurse=False) if isinstance(owner, Experts) else ()
-        for name, weight in of_owner:
-            if weight.requires_grad:
-                leaves[weight] = weight.detach().requires_grad_()
-                # attribute lookup finds the instance's __dict__ before nn.Module's parameters
-                vars(owner)[name] = leaves[weight]
-                covered.append((owner, name))
-    try:
-        yield leaves
-    finally:
-        for owner, name in covered:
-            del vars(owner)[name]
-
-
 def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Apply Tiles to `tensors`, with gradients for the module's trained parameters."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Tiles.apply(run, max(rows, 1), module, len(tensors), *tensors, *trained)
+    return Tiles.apply(run, max(rows, 1), len(tensors), *tensors, *trained)
 
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:

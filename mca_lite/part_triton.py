@@ -18,6 +18,9 @@ _SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
 _ADAM_BLOCK = 1024  # elements of a program of AdamW
 _JOIN_BLOCK = 2048  # elements of a program of join
 _HEADS = 16  # heads of a program of rotated_heads
+# a program that sums a weight gradient of experts: with less than 128 registers per thread, two run
+# on a multiprocessor, so that one multiplies while the other adds to memory
+EXPERTS_TILE = dict(ROWS=64, M=128, N=128, GROUP=8, STAGES=3, num_warps=8)
 # programs per multiprocessor in kernels whose programs sum over tokens; kernels over heads have
 # twice as many
 _PROGRAMS = 2
@@ -689,3 +692,57 @@ def join_by_kernel(
     tensors = first.contiguous(), lse1, second.contiguous(), lse2, out, lse
     launch(_join_kernel, (triton.cdiv(q * b * n, rows),), *tensors, q, b * n, d, rows, block)
     return lse
+
+
+# ---- weight gradients of experts
+
+
+@jit
+def _experts_kernel(
+    x, grad, main_grad, ends, n_out, n_in, ROWS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(n_out, M)
+    tiles_n = tl.cdiv(n_in, N)
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    tile = tl.program_id(0) % (tiles_m * tiles_n)
+    # programs that run at the same time share rows and columns, so that these are in the L2 cache
+    first_m = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first_m, GROUP)
+    tile = tile % (GROUP * tiles_n)
+    m = (first_m + tile % height) * M
+    n = tile // height * N
+    start = tl.load(ends + expert - 1, expert > 0, 0)
+    end = tl.load(ends + expert)
+    whole = start + (end - start) // ROWS * ROWS
+    total = tl.zeros((M, N), tl.float32)
+    for first in tl.range(start, whole, ROWS, num_stages=STAGES):
+        total = tl.dot(grad.load([first, m]).T, x.load([first, n]), total)
+    if whole < end:  # the rows after `end` are another expert's
+        is_own = (whole + tl.arange(0, ROWS) < end)[:, None]
+        left = tl.where(is_own, grad.load([whole, m]), 0.0)
+        right = tl.where(is_own, x.load([whole, n]), 0.0)
+        total = tl.dot(left.T, right, total)
+    if start < end:
+        place = [expert, m, n]
+        main_grad.store(place, main_grad.load(place) + tl.reshape(total, (1, M, N)))
+
+
+def add_gradient_of_experts(
+    x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """Add grad^T x for each expert's rows to main_grad [n, out, in], in place. x [T, in] and grad
+    [T, out] are contiguous, in bf16 or fp16, with rows in multiples of 16 bytes; main_grad is
+    float32. ends [n], int32: where each expert's rows end. Equal inputs give equal bits: no two
+    programs add to the same element."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not len(x):
+        return
+    n, n_out, n_in = main_grad.shape
+    rows, m, n_columns = (EXPERTS_TILE[name] for name in ("ROWS", "M", "N"))
+    of_x = TensorDescriptor.from_tensor(x, [rows, n_columns])
+    of_grad = TensorDescriptor.from_tensor(grad, [rows, m])
+    into = TensorDescriptor.from_tensor(main_grad, [1, m, n_columns])
+    grid = (n * triton.cdiv(n_out, m) * triton.cdiv(n_in, n_columns),)
+    launch(_experts_kernel, grid, of_x, of_grad, into, ends, n_out, n_in, **EXPERTS_TILE)

@@ -4,7 +4,7 @@ which operations.
 
 import torch
 
-from mca_lite.model_moe import Experts, FromExperts, ToExperts, sums_of_rows
+from mca_lite.model_moe import Experts, ExpertsProduct, FromExperts, ToExperts, sums_of_rows
 from tests.shared import tiny_moe, world
 
 WAITS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique")
@@ -39,19 +39,28 @@ def test_the_sum_over_a_tokens_experts_is_rounded_once():
 
 
 def test_gradients_of_experts_go_to_the_buffer_before_megatrons_hook():
-    experts = Experts.__new__(Experts)
-    torch.nn.Module.__init__(experts)
-    experts.fc1 = torch.nn.Parameter(torch.randn(2, 2, 3, 4).bfloat16())
-    experts.fc2 = torch.nn.Parameter(torch.randn(2, 4, 3).bfloat16(), requires_grad=False)
-    experts.fc1.main_grad = torch.zeros(2, 2, 3, 4)
-    experts.fc1.grad_added_to_main_grad = False
-    experts.accumulate_in_place()
-    factors = [torch.randn(2, 2, 3, 4).bfloat16() for _ in range(3)]
-    for factor in factors:
-        (experts.fc1 * factor).sum().backward()
-        assert experts.fc1.grad_added_to_main_grad, "megatron's hook adds nothing then"
-        experts.fc1.grad = None
-    assert torch.equal(experts.fc1.main_grad, sum(factor.float() for factor in factors))
+    """In two micro-batches, with an expert without rows, beside one matmul after another."""
+    counts = torch.tensor([5, 0, 8])
+    ends = counts.cumsum(0).to(torch.int32)
+    weight = torch.nn.Parameter(torch.randn(3, 2, 4, 8).bfloat16())
+    weight.main_grad = torch.zeros(3, 2, 4, 8)
+    wanted = torch.zeros(3, 8, 8)
+    for _ in range(2):
+        x = torch.randn(13, 8).bfloat16().requires_grad_()
+        factor = torch.randn(13, 8).bfloat16()
+        out = ExpertsProduct.apply(x, weight, ends)
+        out.backward(factor)
+        assert weight.grad_added_to_main_grad, "megatron's hook adds nothing then"
+        weight.grad = None
+        matrices = weight.detach().flatten(1, 2).double().repeat_interleave(counts, 0)
+        exact = (matrices @ x.detach().double()[:, :, None])[:, :, 0]
+        torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+        exact = (matrices.mT @ factor.double()[:, :, None])[:, :, 0]
+        torch.testing.assert_close(x.grad.double(), exact, rtol=1e-2, atol=1e-2)
+        parts = zip(factor.split(counts.tolist()), x.detach().split(counts.tolist()), strict=True)
+        wanted += torch.stack([of_out.float().t() @ of_x.float() for of_out, of_x in parts])
+    found = weight.main_grad.flatten(1, 2)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)  # of bf16 on a CPU
 
 
 def operations_of_a_layer(path, folder) -> tuple[str, list[str]]:

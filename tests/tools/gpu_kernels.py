@@ -425,6 +425,30 @@ def chunk_cases(dtype):
     yield "chunks", states, states, [drawn(*shape) for shape in shapes]
 
 
+def expert_cases(dtype):
+    """Weight gradients of experts, of which some have no rows, added to what is there."""
+    # Triton's interpreter multiplies the bits of bf16 as if they were integers
+    if dtype == torch.float32 or (dtype == torch.bfloat16 and device() == "cpu"):
+        return
+    counts = torch.tensor([0, 70, 64, 3, 0, 130], device=device())
+    ends = counts.cumsum(0).to(torch.int32)
+    for n_out, n_in in ((200, 72), (16, 264)):
+
+        def kernel(x, grad, n_out=n_out, n_in=n_in):
+            main_grad = torch.ones(len(counts), n_out, n_in, device=device())
+            part_triton.add_gradient_of_experts(x.detach(), grad.detach(), ends, main_grad)
+            return [main_grad + 0 * (x.sum() + grad.sum())]
+
+        def formula(x, grad):
+            parts = zip(grad.split(counts.tolist()), x.split(counts.tolist()), strict=True)
+            found = torch.stack([1 + of_out.t() @ of_x for of_out, of_x in parts]).detach()
+            return [found + 0 * (x.sum() + grad.sum())]
+
+        total = int(counts.sum())
+        inputs = [drawn(total, size, dtype=dtype) for size in (n_in, n_out)]
+        yield f"experts {n_out} {n_in}", kernel, formula, inputs
+
+
 def packed_cases(dtype):
     """cuDNN's attention of packed rows, where nvidia-cudnn-frontend is installed: windows, query
     groups, values of another size."""
@@ -510,7 +534,9 @@ def main() -> int:
         sink_cases,
         linear_cases,
         chunk_cases,
+        expert_cases,
     )
+
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
         for cases in (norm_cases, heads_cases, other_cases, distill_cases, *of_attention):
