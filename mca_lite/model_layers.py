@@ -170,9 +170,14 @@ class Layer(MegatronModule):
             again = tensor_parallel.CheckpointWithoutOutput()
             return again.checkpoint(norm, x), x, again.discard_output_and_register_recompute
         has_gradient = torch.is_grad_enabled() and x.requires_grad
+        residual = x
         if isinstance(norm, RMSNorm) and has_gradient and compiles(x):
-            return *norm(x, beside=True), _nothing
-        return norm(x), x, _nothing
+            normed, residual = norm(x, beside=True)
+        else:
+            normed = norm(x)
+        if self.config.weight_format is not None and has_gradient:
+            normed.again = functools.partial(norm, x.detach())  # see part_quantised.py
+        return normed, residual, _nothing
 
     def sharded_state_dict(
         self,

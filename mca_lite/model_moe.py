@@ -438,6 +438,17 @@ class LocalDispatcher(Dispatcher):
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
         return chosen.sum(0)
 
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dispatcher's method. Beside quantised weights rows.again() copies the rows once more."""
+        rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
+        again = getattr(hidden_states, "again", None)
+        if again is not None:
+            tokens = self.order // experts.shape[1]
+            rows.again = lambda: again().flatten(0, -2)[tokens]
+        return rows, of_rows
+
     def token_dispatch(
         self, rows: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -619,13 +630,19 @@ class Experts(MegatronModule):
                 return ExpertsProduct.apply(t, w, ends)
             return experts_product(t, w, multiply)
 
+        def down(activation: Callable[..., torch.Tensor], *more: Any) -> torch.Tensor:
+            hidden = activation(both, probs, *more)
+            if self.config.weight_format is not None:  # see part_quantised.py
+                kept = both.detach(), probs.detach()
+                hidden.again = functools.partial(activation, *kept, *more)
+            return product(("down",), hidden, self.fc2)
+
         both = product(("gate", "up"), x, self.fc1)
         if not self.has_biases:
-            return product(("down",), weighted_swiglu(both, probs), self.fc2), None
+            return down(weighted_swiglu), None
         of_expert = self._one_hot(x, tokens_per_expert)
         both = both + of_expert @ self.linear_fc1().flatten(1)
-        limit = self.config.activation_func_clamp_value
-        out = product(("down",), weighted_clamped_swiglu(both, probs, limit), self.fc2)
+        out = down(weighted_clamped_swiglu, self.config.activation_func_clamp_value)
         bias = self.linear_fc2()
         etp = self.etp_group.size()
         if etp > 1:  # the dispatcher sums over the ranks that share an expert

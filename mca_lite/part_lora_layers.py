@@ -371,6 +371,7 @@ class LoraAdapter(Adapter):
         """
         a = self.lora_A
         gathers = None
+        again = getattr(x, "again", None)
         # the B of all projections in one matrix [out, projections * r]
         b = self._joined(_side_by_side(self._bs(), len(a)), 0)
         if self.cut == COLUMN and self.sequence_parallel:
@@ -381,7 +382,7 @@ class LoraAdapter(Adapter):
         elif self.cut == ROW and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
-        out = AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
+        out = AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers, again)
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
@@ -559,6 +560,9 @@ class LoraExperts(Adapter):
         if not self.adds_in_product(weight):
             low = multiply(self._dropped(x.float()), a)
             return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
+        again = getattr(x, "again", None)
+        if again is not None and hasattr(weight, "whole"):
+            return weight.adapted_product(x, a, b, multiply, again)
         low = multiply(x, a.to(x.dtype))
         room = with_room(weight, b.shape[-1], self._rooms)
         return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
@@ -770,13 +774,15 @@ class AdaptedProduct(torch.autograd.Function):
         b: torch.Tensor,
         scale: float,
         group: torch.distributed.ProcessGroup | None = None,
+        again: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """x W^T + scale (x A^T) B^T [..., out] for a frozen W.
 
         room: with_room's buffer for `weight`; B is written into its free columns, in place. group:
         the ranks of sequence parallelism, each with a part of the sequence in x: x is gathered, and
         the result covers the whole sequence; each rank gets the gradients of x and A for its part.
-        Collective over the group in both passes. None: x is not gathered.
+        Collective over the group in both passes. None: x is not gathered. again: computes x once
+        more, for the backward pass, which then needs no saved x; None: x is saved.
         """
         a = a.to(x.dtype)
         b = b.to(x.dtype)
@@ -786,14 +792,18 @@ class AdaptedProduct(torch.autograd.Function):
         flat = whole.reshape(-1, x.shape[-1])
         low = (flat @ a.t()).mul_(scale)
         room[:, x.shape[-1] :].copy_(b)
-        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.save_for_backward(x if again is None else None, weight, a, b, low)
         ctx.scale = scale
         ctx.group = group
+        ctx.again = again
         return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, a, b, low = ctx.saved_tensors
+        if ctx.again is not None:
+            x = ctx.again()
+            ctx.again = None  # the node outlives its backward pass, and holds what x is made of
         flat = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1])
         d_low = (grad @ b).mul_(ctx.scale)
@@ -802,7 +812,7 @@ class AdaptedProduct(torch.autograd.Function):
             d_x = _to_part((d_low @ a).addmm_(grad, weight), ctx.group).view(x.shape)
         d_a = _float_product(_to_part(d_low, ctx.group), flat)
         d_b = _float_product(grad, low)
-        return d_x, None, None, d_a, d_b, None, None
+        return d_x, None, None, d_a, d_b, None, None, None
 
 
 def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:

@@ -6,6 +6,10 @@ nf4 is bitsandbytes' format, bit for bit: blocks of 64; the scale is the largest
 et al., arXiv 2305.14314). int8 also has blocks of 64; the scale is the largest magnitude / 127.
 mxfp4 has blocks of 32, and powers of two as scales (OCP Microscaling, 1.0).
 
+Beside quantised weights, norms' outputs, experts' copies of tokens and their activations have an
+attribute `again`, a function without arguments that computes them once more: adapted products call
+it in backward, and do not keep their inputs.
+
 Letters: k columns of a weight, its inputs.
 """
 
@@ -23,7 +27,7 @@ from .families_rows import Row
 from .finetuning import Request
 from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
-from .part_lora_layers import LoraSpec, is_saved
+from .part_lora_layers import LoraSpec, is_saved, with_room
 from .weights_convert import degree, in_layer_order
 from .weights_files import original_of, shapes_of
 
@@ -233,6 +237,19 @@ class Quantised(torch.Tensor):
         again, instead of keeping its values."""
         return _Product.apply(x, self, product)
 
+    def adapted_product(
+        self,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        product: Callable[..., torch.Tensor],
+        again: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Experts' x W^T + (x A^T) B^T, rounded once, for x [T, in], a [n, c, in] and b [n, out,
+        c]. product(x, w): multiplies each expert's tokens by w^T of this expert. again(): x once
+        more, for the backward pass."""
+        return _AdaptedProduct.apply(x, self, a, b, product, again)
+
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -291,6 +308,44 @@ class _Product(torch.autograd.Function):
         [weight] = ctx.saved_tensors
         whole = weight.whole().flatten(1, -2)
         return ctx.product(grad.contiguous(), whole.transpose(1, 2)), None, None
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """Autograd function of Quantised.adapted_product. It keeps no x: backward calls again()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        product: Callable[..., torch.Tensor],
+        again: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        room = with_room(weight, b.shape[-1], {}).flatten(1, -2)
+        room[..., x.shape[-1] :].copy_(b)
+        ctx.save_for_backward(weight, a, b)
+        ctx.product = product
+        ctx.again = again
+        return product(torch.cat([x, product(x, a.to(x.dtype))], 1), room)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        weight, a, b = ctx.saved_tensors
+        grad = grad.contiguous()
+        x = ctx.again()
+        ctx.again = None  # the node outlives its backward pass, and holds what x is made of
+        with torch.enable_grad():  # autograd differentiates the narrow products
+            x, a, b = (tensor.detach().requires_grad_() for tensor in (x, a, b))
+            low = ctx.product(x, a.to(x.dtype))
+            leaf = low.detach().requires_grad_()
+            added = ctx.product(leaf, b.to(x.dtype))
+        d_low, d_b = torch.autograd.grad(added, (leaf, b), grad)
+        d_x, d_a = torch.autograd.grad(low, (x, a), d_low)
+        del x, low, added
+        d_x += ctx.product(grad, weight.whole().flatten(1, -2).transpose(1, 2))
+        return d_x, None, d_a, d_b, None, None
 
 
 # -- the weights of a model

@@ -402,14 +402,17 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
         if config.attention_output_gate:
             attention += 2 * r.w * channels * r.heads
     norms = 2 + 2 * config.post_norms
+    # beside quantised weights, adapted products keep no inputs that can be computed again
+    keeps = config.weight_format is None or r.w == 4
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
+    around -= 2 * (not keeps) * r.w * r.h / r.sp
     if not config.is_moe_layer(layer):
         columns = facts.mlp - (not config.gated_linear_unit)
         mlp = r.w * columns * config.ffn_hidden_size / r.tp
         return around + mlp, mlp
     etp = config.expert_tensor_parallel_size
-    columns = facts.expert * config.moe_ffn_hidden_size / etp
-    experts = r.w * config.moe_router_topk * (r.h + columns) * etp / r.sp
+    columns = (facts.expert - (not keeps)) * config.moe_ffn_hidden_size / etp
+    experts = r.w * config.moe_router_topk * (keeps * r.h + columns) * etp / r.sp
     experts += r.w * facts.mlp * (config.moe_shared_expert_intermediate_size or 0) / r.tp
     if getattr(config, "moe_shared_expert_gate", False):
         experts += r.w * r.h / r.sp

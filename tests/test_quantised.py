@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
+from mca_lite.part_lora_layers import LoraAdapter, LoraExperts, LoraSpec
 from mca_lite.part_quantised import FORMS, NF4, Quantised, dequantise, quantise
 from mca_lite.weights_files import SafetensorsSource
 from tests.shared import quantised_tools, tiny, world
@@ -209,6 +211,78 @@ def saved_shapes(path: str, out: str, targets: tuple, keys: dict) -> list:
 def test_no_whole_weight_is_saved_for_the_backward_pass(family, targets, keys, bases, tmp_path):
     path = bases(family, torch.float32)["plain"]
     assert world.run(saved_shapes, 1, path, str(tmp_path), targets, keys) == [[]]
+
+
+# -- products of one weight
+
+
+def linear_of(form: str, x: torch.Tensor) -> tuple:
+    """(trained tensors, packed weight, product of x) of a linear 128 -> 32."""
+    adapter = LoraAdapter(LoraSpec(rank=4, alpha=8), (("a",), ("b",)), 128, [24, 8])
+    weight = Quantised.empty(torch.randn(32, 128), FORMS[form])
+    return list(adapter.parameters()), weight, lambda: adapter(x, weight)
+
+
+def experts_of(form: str, x: torch.Tensor) -> tuple:
+    """The same of gate and up of three experts 128 -> 2 x 16, each with a third of the rows."""
+
+    def multiply(t, w):
+        parts = zip(t.chunk(3), w, strict=True)
+        return torch.cat([F.linear(part, one) for part, one in parts])
+
+    names = ("0", "1", "2")
+    adapter = LoraExperts(LoraSpec(rank=4, alpha=8), (names, names, ()), 128, 16)
+    weight = Quantised.empty(torch.randn(3, 2, 16, 128), FORMS[form])
+    product = functools.partial(adapter, ("gate", "up"))
+    return list(adapter.parameters()), weight, lambda: product(x, weight, multiply)
+
+
+def in_float64(x, tensors, weight, scale=2.0):
+    """What linear_of() or experts_of() computes, as plain products."""
+    whole = weight.whole().double()
+    if weight.dim() == 2:
+        a, *bs = tensors
+        low = (x @ a.t()).split(4, -1)
+        added = torch.cat([part @ b.t() for part, b in zip(low, bs, strict=True)], -1)
+        return x @ whole.t() + scale * added
+    pairs = zip(tensors[::2], tensors[1::2], whole.unbind(1), strict=True)
+    outs = [
+        torch.einsum("eti,eoi->eto", x.unflatten(0, (3, -1)), w + scale * b @ a)
+        for a, b, w in pairs
+    ]
+    return torch.cat(outs, -1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("made", [linear_of, experts_of])
+def test_gradients_beside_a_quantised_weight_are_those_of_float64(made, repeats, form, monkeypatch):
+    """With x.again the inputs are not kept, and nothing else changes."""
+    monkeypatch.setattr(LoraExperts, "adds_in_product", lambda self, weight: True)
+    torch.manual_seed(0)
+    x = torch.randn(12, 128, requires_grad=True)
+    tensors, weight, product = made(form, x)
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape))
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape) / 8)
+    if repeats:
+        x.again = lambda: x.detach()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.shape) or t, lambda t: t
+    ):
+        got = product()
+    kept = {(12, 128), (4, 128)} & set(map(tuple, saved))  # x, or the rows of an expert
+    assert bool(kept) is not repeats
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (x, *tensors)]
+    wanted = in_float64(doubles[0], doubles[1:], weight)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    grad = torch.randn(got.shape)
+    ours = torch.autograd.grad(got, (x, *tensors), grad)
+    theirs = torch.autograd.grad(wanted, doubles, grad.double())
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
 
 
 # -- runs by keys
