@@ -123,7 +123,8 @@ def _word(key: str, value: ast.expr | None) -> str | None:
 
 def as_module(versions: dict[str, str], lists: dict[str, list[str]]) -> str:
     """The text of tests/shared/foreign_keys.py."""
-    parts = [HEADER, f"VERSIONS = {versions!r}\n".replace("'", '"')]
+    rows = "".join(f'    "{package}": "{version}",\n' for package, version in versions.items())
+    parts = [HEADER, f"VERSIONS = {{\n{rows}}}\n"]
     for name, words in lists.items():
         text = textwrap.fill(" ".join(words), 100, break_long_words=False, break_on_hyphens=False)
         parts.append(f'{name} = """\n{text}\n"""\n')
