@@ -53,3 +53,14 @@ def test_a_small_card_of_each_model(model):
 def test_a_page_of_a_card_has_a_row_for_each_part():
     page = cards.page("Qwen3-8B", {"resume": dict(layers=2, same_bits=True, seconds=1.5)})
     assert "| resume | layers 2; same bits True; seconds 1.5 |" in page
+
+
+def test_further_words_replace_rows_of_a_page_and_keep_the_rest():
+    first = cards.page("Qwen3-8B", {"training": dict(layers=10), "resume": dict(failed="no room")})
+    again = cards.page("Qwen3-8B", {"resume": dict(layers=2)}, first)
+    assert again == first.replace("failed no room", "layers 2")
+    elsewhere = first.replace("; torch ", " 2; torch ")  # of another device
+    row = next(line for line in first.splitlines() if "; torch " in line).rstrip(".")
+    again = cards.page("Qwen3-8B", {"resume": dict(layers=2)}, elsewhere)
+    assert f"| resume | layers 2; {row} |" in again
+    assert "| training | layers 10 |" in again

@@ -1,9 +1,11 @@
 """`make mutations`: what is said of a wrong change that a test notices, and of others."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.tools import mutations
 from tests.tools.mutations import ROWS, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +55,44 @@ def test_the_text_of_each_row_is_in_the_package_once_and_its_tests_are_there():
     for name in {name for *_, tests in ROWS for name in tests.split()}:
         file, function = name.partition("[")[0].split("::")
         assert f"def {function}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_a_row_is_tried_again_once_its_module_or_its_tests_have_another_text(
+    tmp_path, monkeypatch, capsys
+):
+    tried = []
+
+    def noticed(folder, old, *_):
+        tried.append(old)
+        return "noticed"
+
+    first, second = ROWS[0], ROWS[3]
+    monkeypatch.setattr(mutations, "ROWS", [first, second])
+    monkeypatch.setattr(mutations, "KEPT", tmp_path / "output" / "kept.json")
+    monkeypatch.setattr(mutations, "copy_tree", lambda folder: None)
+    monkeypatch.setattr(mutations, "run_tests", lambda *_: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(mutations, "verdict", noticed)
+    monkeypatch.setattr(mutations, "state_of", lambda folder, old, new, tests: states[old])
+    states = {first[1]: "before", second[1]: "before"}
+    mutations.main([])
+    mutations.main([])
+    states[second[1]] = "after"
+    mutations.main([])
+    assert tried == [first[1], second[1], second[1]]
+    assert "1 of 1 wrong changes noticed, 1 more earlier" in capsys.readouterr().out
+
+
+def test_the_state_of_a_row_is_its_module_and_its_tests(tmp_path):
+    files = {
+        name: tmp_path / name for name in ("mca_lite/a.py", "mca_lite/b.py", "tests/test_a.py")
+    }
+    for file in files.values():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"x = {file.name!r}\n")
+    row = "'a.py'", "'c.py'", "test_a.py::test_x"
+    states = [mutations.state_of(tmp_path, *row)]
+    for file in files.values():
+        file.write_text(file.read_text() + "# more\n")
+        states.append(mutations.state_of(tmp_path, *row))
+    same = [one == other for one, other in zip(states, states[1:], strict=False)]
+    assert same == [False, True, False]

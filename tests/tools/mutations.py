@@ -3,9 +3,13 @@
 python -m tests.tools.mutations [words of a row's name]
 
 A row survives if its tests pass with the change. It is stale if its text is not in the package
-exactly once; modules may be renamed and merged, so a row names none.
+exactly once; modules may be renamed and merged, so a row names none. What was noticed is kept in
+output/mutations.json, and is tried again once its module or the files of its tests have another
+text, or where the row is named; without that file all are tried.
 """
 
+import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +19,7 @@ from pathlib import Path
 from tests.shared import uninstalled
 
 ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "output" / "mutations.json"
 COPIED = "mca_lite tests configs train.py setup.cfg pyproject.toml README.md CHANGELOG.md".split()
 
 DRAWN = (
@@ -476,9 +481,24 @@ def verdict(folder: Path, old: str, new: str, tests: str) -> str:
     return {0: "SURVIVES", 1: "noticed"}.get(code, f"STALE: pytest ends with {code}")
 
 
+def state_of(folder: Path, old: str, new: str, tests: str) -> str:
+    """A digest of a row, of the modules that have its text, and of the files of its tests."""
+    modules = [path.read_text() for path in sorted((folder / "mca_lite").glob("**/*.py"))]
+    files = sorted({test.split("::")[0] for test in tests.split()})
+    texts = [text for text in modules if old in text]
+    texts += [(folder / "tests" / file).read_text() for file in files]
+    return hashlib.sha256("\0".join([old, new, tests, *texts]).encode()).hexdigest()
+
+
 def main(words: list[str]) -> int:
-    rows = [row for row in ROWS if not words or any(word in row[0] for word in words)]
+    named = [row for row in ROWS if not words or any(word in row[0] for word in words)]
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    states = {what: state_of(ROOT, *row) for what, *row in named}
+    rows = [row for row in named if words or kept.get(row[0]) != states[row[0]]]
     failed = 0
+    if not rows:
+        print(f"all {len(named)} were noticed on these texts: {KEPT}")
+        return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_tree(folder)
@@ -489,8 +509,13 @@ def main(words: list[str]) -> int:
         for what, *row in rows:
             found = verdict(folder, *row)
             failed += found != "noticed"
+            if found == "noticed":
+                kept[what] = states[what]
+                KEPT.parent.mkdir(exist_ok=True)
+                KEPT.write_text(json.dumps(kept, indent=1))
             print(f"{found:10} {what}", flush=True)
-    print(f"{len(rows) - failed} of {len(rows)} wrong changes noticed")
+    earlier = f", {len(named) - len(rows)} more earlier" if len(named) > len(rows) else ""
+    print(f"{len(rows) - failed} of {len(rows)} wrong changes noticed{earlier}")
     return int(failed > 0)
 
 
