@@ -73,7 +73,9 @@ FAULTS = {
     "kill": Fault(ALL, FIRST, "SIGKILL"),
     "stop": Fault(ALL, r"rank {v} on \S+ \(process", "does not answer: its process is stopped"),
     "hang": Fault(ALL, r"rank {v} on \S+ \(process \d+\)[^\n]* hung", r"in sleep_for_ever|sleep\("),
-    "alone": Fault((TRAINING,), r"rank {v} on \S+ \(process", r"all_reduce of \[\[3\]\]"),
+    # of unequal sizes gloo aborts a process, whose traceback shows the call
+    "alone": Fault((TRAINING,), FIRST + r"|rank {v} on \S+ \(process",
+                   r"all_reduce of \[\[3\]\]|in all_reduce\n(.*\n){1,3}.* in strike"),
     "store stopped": Fault(
         ALL, "its holder, rank 0 on", "store of the ranks has not answered",
         victims=(0,), layouts=("dp2", "pp2"), by_agent=False,
