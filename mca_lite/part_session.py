@@ -772,7 +772,7 @@ class Session:
         Arguments that are None come from args. max_grad_norm 0 or inf: no clipping. denominator:
         the divisor; None: the count that the losses define, over all samples and ranks. ValueError
         without added gradients; if their losses divide by different counts, and denominator is
-        None; if ranks have different arguments; and for negative numbers.
+        None; if ranks have different arguments; and for numbers out of range.
         """
         counts = self._counts
         expect(counts, "optim_step without gradients: call forward_backward first")

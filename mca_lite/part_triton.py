@@ -374,8 +374,9 @@ def _heads_backward_kernel(
 
 
 class RotatedHeads(torch.autograd.Function):
-    """Split a fused QKV projection into heads, normalise those of queries and keys, and rotate them
-    by RoPE: kernels.rotated_heads by Triton kernels, for an even number of channels per head."""
+    """Split a fused QKV projection into heads, normalise queries and keys if their norms' weights
+    are given, and rotate queries and keys by RoPE: kernels.rotated_heads by Triton kernels, for an
+    even number of channels per head."""
 
     @staticmethod
     def forward(

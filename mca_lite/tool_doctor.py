@@ -235,8 +235,8 @@ def limits() -> Iterator[Finding]:
 
 
 class Link(NamedTuple):
-    """A measured all-reduce. ranks: their number. is_right: True if this rank's last sums were
-    right. gb_per_s: GB/s that each rank sends."""
+    """A measured all-reduce. ranks: their number. is_right: True if this rank's sums were right in
+    every repetition. gb_per_s: GB/s that each rank sends."""
 
     backend: str
     ranks: int

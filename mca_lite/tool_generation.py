@@ -167,8 +167,8 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
     """Read the named keys (separated by spaces) from the config.yaml of a folder's run, as
     attributes; every other key has its default. Prints the keys that were found.
 
-    The user did not name that file, so no name in it may let code run. Raises ConfigError if a
-    value does not fit its key, ValueError if the file cannot be read.
+    The user did not name that file, so no name in it may let code run. Raises ConfigError if the
+    file cannot be read, or a value does not fit its key.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     written = read_config_file(path) if path.is_file() else {}

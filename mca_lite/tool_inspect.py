@@ -3,7 +3,7 @@
 python -m mca_lite inspect config.yaml [key=value ...] [options]
     samples as the model reads them, trained tokens marked (in colour in a terminal, else in «»);
     bad, truncated and label-less records; duplicates, double BOS, turns without an end; lengths,
-    and the samples of each row. Tokenised data stays in cache_dir for the run. Large data:
+    and the samples of some packed rows. Tokenised data stays in cache_dir for the run. Large data:
     max_samples=10000. No weights here: train_from_scratch=true
 
 python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]

@@ -788,8 +788,8 @@ class McaTrainer(OtherNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run forward over a loader made by make_loader, as get_train_dataloader() makes them for a
-        map-style dataset -> metrics over all ranks, and number of samples. `description`,
+        """Run forward over a loader of get_eval_dataloader(), or for a map-style dataset of
+        get_train_dataloader() -> metrics over all ranks, and number of samples. `description`,
         `prediction_loss_only` and `ignore_keys` have no effect. Collective."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
