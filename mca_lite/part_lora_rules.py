@@ -69,11 +69,11 @@ def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tupl
     """Find the modules that get adapters: those which the spec's targets match. Returns their
     Hugging Face names in the model's order.
 
-    A target is one of: a module's whole name; "all" (every linear except the head and routers) or
-    "all-router"; the end of a name, such as q_proj or megatron's linear_qkv; a glob over whole
-    names (*.layers.[0-3].*.q_proj); a regular expression over whole names. Only a whole name
-    matches outside of spec.parts, for example in a frozen vision tower. A target without a match
-    becomes a Problem in `judge`.
+    A target is one of: a module's whole name; "all" (every linear except the head and, in families
+    of the table, routers) or "all-router"; the end of a name, such as q_proj or megatron's
+    linear_qkv; a glob over whole names (*.layers.[0-3].*.q_proj); a regular expression over whole
+    names. Only a whole name matches outside of spec.parts, for example in a frozen vision tower. A
+    target without a match becomes a Problem in `judge`.
     """
     chosen = set()
     free = [candidate for candidate in candidates if candidate.part in spec.parts]
