@@ -3,7 +3,7 @@
 Bytes are per token on this rank. Letters: w bytes per activation value, h hidden size, n heads on
 this rank, v channels of a value."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Kept(NamedTuple):
@@ -15,7 +15,7 @@ class Kept(NamedTuple):
     host: float
 
 
-def results(config, layer: int, sizes) -> float:
+def results(config: Any, layer: int, sizes: Any) -> float:
     """Bytes per token that a layer (counted from 0) keeps with recompute_keep: attention's output,
     w n v, and its log-sum-exps, 4 n. 0 for linear attention, and without recompute_keep. sizes:
     RankSizes."""
@@ -27,7 +27,9 @@ def results(config, layer: int, sizes) -> float:
     return sizes.heads * (sizes.w * channels + 4)
 
 
-def tiled(config, layer: int, sizes, tokens: float, of_layer: float, of_mlp: float) -> tuple:
+def tiled(
+    config: Any, layer: int, sizes: Any, tokens: float, of_layer: float, of_mlp: float
+) -> tuple:
     """(bytes per token of a layer, of its MLP) with mlp_chunk_size. of_layer, of_mlp: the same
     without it. An MLP's activations are those of one tile; experts also keep their inputs for the
     backward pass. tokens: tokens of a micro-batch on this rank."""

@@ -1,10 +1,9 @@
 """Adam's moments in 8 bits: blocks of 64 numbers with a float32 scale each, in bitsandbytes'
 dynamic map of 256 numbers over seven decades (Dettmers et al., arXiv 2110.02861).
 
-Two rules differ from bitsandbytes'. The first moment's scale is the block's number of largest
-magnitude, with its sign: the map contains 1 but not -1, and so a block that is read and stored
-again stays the same. A second moment above 0 is never stored as 0: its root divides the update,
-which would explode.
+Two rules differ. The first moment's scale has the sign of the block's largest number: the map ends
+at 1 but not at -1, so that a stored moment is stored again as it is. The second moment gets no 0
+unless it is 0: its root divides the update, which would explode.
 """
 
 import functools
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 
-from .kernels import AdamW
+from .kernels import AdamW, compiles, jit, launch, tl, triton
 
 BLOCK = 64
-LEAST = 4096  # elements; moments of smaller parameters stay float32
-CHUNK = 1 << 24  # elements whose moments are float32 at a time, a multiple of BLOCK
+LEAST = 4096  # numbers of a parameter; moments of smaller ones stay float32
+CHUNK = 1 << 24  # numbers whose moments are float32 at once, whole blocks
+_ROWS = 16  # blocks per program
 
 
 @functools.cache
@@ -33,6 +33,13 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(numbers), device=device)
 
 
+@functools.cache
+def _table(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dynamic_map(), the 255 midpoints between its values). Cached."""
+    table = dynamic_map(signed, device)
+    return table, (table[1:] + table[:-1]) / 2
+
+
 def to_blocks(numbers: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise flat numbers [n] -> (codes uint8 [n], scales float32 [ceil(n / 64)]). signed: False
     for numbers that are not negative."""
@@ -43,9 +50,8 @@ def to_blocks(numbers: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.
         largest = blocks.abs().argmax(1, keepdim=True)
         scales = blocks.gather(1, largest).squeeze(1)
     inverse = 1.0 / torch.where(scales == 0, 1.0, scales)
-    table = dynamic_map(signed, numbers.device)
     scaled = (blocks * inverse.unsqueeze(1)).clamp(-1, 1)
-    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True)
+    codes = torch.bucketize(scaled, _table(signed, numbers.device)[1], out_int32=True)
     if not signed:
         codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
     return codes.to(torch.uint8).view(-1)[: numbers.numel()], scales
@@ -57,16 +63,98 @@ def from_blocks(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torc
     return numbers * scales.repeat_interleave(BLOCK)[: len(numbers)]
 
 
+@jit
+def _code_of(x, borders):
+    """The index of the nearest of 256 ascending values, by the 255 midpoints between them."""
+    code = tl.zeros(x.shape, tl.int32)
+    for i in tl.static_range(8):
+        step: tl.constexpr = 1 << (7 - i)
+        code += tl.where(tl.load(borders + code + step - 1) < x, step, 0)
+    return code
+
+
+@jit
+def _values(codes, scales, table, place, block, inside, exists):
+    """The values [blocks, 64] of a moment in 8 bits, float32."""
+    scale = tl.load(scales + block, exists, 0.0)
+    return tl.load(table + tl.load(codes + place, inside, 0).to(tl.int32)) * scale[:, None]
+
+
+@jit
+def _adam_kernel(
+    weight, low, grad, mean, of_mean, square, of_square, signed, of_signed, plain, of_plain,
+    factor, n, decay, beta2, new1, new2, rate, root, eps,
+    SPLIT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SIZE)[None, :]
+    place = block[:, None] * SIZE + column
+    inside = place < n
+    exists = block * SIZE < n
+    by = tl.load(factor).to(tl.float32)
+    if by != by:
+        return
+    if SPLIT:
+        bits = tl.load(weight + place, inside, 0).to(tl.int32) << 16
+        bits += tl.load(low + place, inside, 0).to(tl.int32)
+        w = bits.to(tl.float32, bitcast=True)
+    else:
+        w = tl.load(weight + place, inside, 0.0)
+    g = tl.load(grad + place, inside, 0.0).to(tl.float32) * by
+    m = _values(mean, of_mean, signed, place, block, inside, exists)
+    v = _values(square, of_square, plain, place, block, inside, exists)
+    m += (g - m) * new1
+    v = v * beta2 + g * g * new2
+    w = w - w * decay - rate * m / (tl.sqrt(v) / root + eps)
+    if SPLIT:
+        bits = w.to(tl.int32, bitcast=True)
+        high = (bits + 32768) >> 16
+        tl.store(weight + place, high.to(tl.int16), inside)
+        tl.store(low + place, (bits - (high << 16)).to(tl.int16), inside)
+    else:
+        tl.store(weight + place, w, inside)
+    m = tl.where(inside, m, 0.0)
+    v = tl.where(inside, v, 0.0)
+    largest = tl.argmax(tl.abs(m), 1)
+    scale = tl.sum(tl.where(column == largest[:, None], m, 0.0), 1)
+    tl.store(of_mean + block, scale, exists)
+    scaled = m * (1.0 / tl.where(scale == 0, 1.0, scale))[:, None]
+    code = _code_of(tl.minimum(tl.maximum(scaled, -1.0), 1.0), of_signed)
+    tl.store(mean + place, code.to(tl.uint8), inside)
+    scale = tl.max(v, 1)
+    tl.store(of_square + block, scale, exists)
+    scaled = v * (1.0 / tl.where(scale == 0, 1.0, scale))[:, None]
+    code = _code_of(tl.minimum(scaled, 1.0), of_plain)
+    code = tl.where(v > 0, tl.maximum(code, 1), code)
+    tl.store(square + place, code.to(tl.uint8), inside)
+
+
+def launch_adam(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    """Update one parameter and its two 8-bit moments in place with one Triton kernel; do nothing if
+    the factor is NaN.
+
+    tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first Moment,
+    second Moment, factor on the gradient). numbers: (lr * weight decay, beta2, 1 - beta1, 1 -
+    beta2, bias-corrected lr, sqrt(1 - beta2^step), eps).
+    """
+    p, low, grad, mean, square, factor = tensors
+    weight = p if low is None else p.view(torch.int16)
+    tables = [t for signed in (True, False) for t in _table(signed, p.device)]
+    grid = (triton.cdiv(p.numel(), BLOCK * _ROWS),)
+    of_kernel = weight, low, grad, *mean.parts, *square.parts, *tables, factor, p.numel(), *numbers
+    launch(_adam_kernel, grid, *of_kernel, low is not None, BLOCK, _ROWS)
+
+
 class Moment(torch.Tensor):
     """One of Adam's moments, stored in 8 bits. Operators see it as a float32 tensor of the
     parameter's shape; copy_ quantises into it."""
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, signed: bool):
+    def __new__(cls, parameter: torch.Tensor, signed: bool) -> Any:
         shape, device = parameter.shape, parameter.device
         return cls._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
 
-    def __init__(self, parameter: torch.Tensor, signed: bool):
+    def __init__(self, parameter: torch.Tensor, signed: bool) -> None:
         """Make a moment of zeros for a parameter. signed: True for the first moment."""
         self.signed = signed
         self.codes, self.scales = to_blocks(parameter.new_zeros(parameter.numel()), signed)
@@ -77,8 +165,8 @@ class Moment(torch.Tensor):
         return self.codes, self.scales
 
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Dequantise the flat numbers from index `first`, which must begin a block, up to and
-        without `last` (None: to the end) -> float32."""
+        """Dequantise the flat numbers from index `first`, which must begin a block, up to `last`
+        (None: all) -> float32."""
         last = last or self.numel()
         blocks = slice(first // BLOCK, -(-last // BLOCK))
         return from_blocks(self.codes[first:last], self.scales[blocks], self.signed)
@@ -92,7 +180,9 @@ class Moment(torch.Tensor):
         self.scales[block : block + len(scales)] = scales
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0]
         if function is torch.ops.aten.copy_.default and isinstance(first, cls):
             first.write(args[1].to(first.device).reshape(-1))
@@ -100,7 +190,7 @@ class Moment(torch.Tensor):
         plain = [x.read().view(x.shape) if isinstance(x, cls) else x for x in args]
         return function(*plain, **(kwargs or {}))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Moment({tuple(self.shape)})"
 
 
@@ -108,7 +198,7 @@ class BlockAdamW(AdamW):
     """AdamW with moments in 8 bits, except those of small parameters. blocks: which moments,
     exp_avg or exp_avg_sq or both."""
 
-    def __init__(self, groups: Any, blocks: Iterable[str], **numbers: Any):
+    def __init__(self, groups: Any, blocks: Iterable[str], **numbers: Any) -> None:
         super().__init__(groups, **numbers)
         self.blocks = set(blocks)
 
@@ -122,12 +212,15 @@ class BlockAdamW(AdamW):
         return super().state_of(p)
 
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter. If it has 8-bit moments, it is updated in pieces of
-        CHUNK elements, so that only one piece's moments are in float32 at a time."""
+        """AdamW's update of one parameter: one kernel on a GPU if both moments are in 8 bits,
+        otherwise in pieces of CHUNK elements, so that only one piece's 8-bit moments are in float32
+        at a time."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:
             return super()._update(group, p, grad, factor)
+        if len(packed) == 2 and compiles(p):
+            return self.update_at_once(group, p, grad, factor)
         flat = p.detach().view(-1)
         gradients = grad.reshape(-1)
         steps = state["step"]
@@ -146,6 +239,18 @@ class BlockAdamW(AdamW):
                 moment.write(of_piece[name], first)
             state["step"] = self.state.pop(piece)["step"]
         return None
+
+    def update_at_once(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
+        """AdamW's update of one parameter whose moments are both in 8 bits, by launch_adam()."""
+        state = self.state[p]
+        step = int(state["step"]) + 1
+        state["step"] = torch.tensor(float(step))
+        beta1, beta2 = group["betas"]
+        rate = group["lr"] / (1 - beta1**step)
+        decay = group["lr"] * group["weight_decay"]
+        numbers = decay, beta2, 1 - beta1, 1 - beta2, rate, (1 - beta2**step) ** 0.5, group["eps"]
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        launch_adam((p.detach(), state.get("low"), grad, *moments, factor), numbers)
 
 
 def new(groups: Any, args: Any, numbers: dict, halves: set[str]) -> BlockAdamW:

@@ -403,7 +403,7 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
             attention += 2 * r.w * channels * r.heads
     norms = 2 + 2 * config.post_norms
     # beside quantised weights, adapted products keep no inputs that can be computed again
-    keeps = config.weight_format is None or r.w == 4
+    keeps = config.weight_format is None or r.w == 4 or bool(config.mlp_chunk_size)
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
     around -= 2 * (not keeps) * r.w * r.h / r.sp
     if not config.is_moe_layer(layer):
