@@ -424,9 +424,10 @@ class TrainingArguments(ArgumentGroup):
     )
 
     # memory, kernels and the model
-    recompute_granularity: Literal["full", "selective"] | None = of_config(
+    recompute_granularity: Literal["full", "selective", "auto"] | None = of_config(
         None,
-        "recomputation of activations in the backward pass",
+        "recomputation of activations in the backward pass; auto: of as many whole layers as "
+        "memory needs",
         model="always",
         words={"true": "full", "false": None},  # values of gradient_checkpointing
     )

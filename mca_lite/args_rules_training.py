@@ -161,8 +161,13 @@ NEEDS = (
         "recompute_modules", "recompute_granularity=selective", "recompute_granularity: selective"
     ),
     Need(
-        "recompute_method recompute_num_layers recompute_keep activation_offloading",
+        "recompute_method recompute_num_layers",
         "recompute_granularity=full",
+        "recompute_granularity: full",
+    ),
+    Need(
+        "recompute_keep activation_offloading",
+        "recompute_granularity=full|recompute_granularity=auto",
         "recompute_granularity: full",
     ),
     harmless_need("mtp_loss_scaling_factor", "!mtp_num_layers=0", "mtp_num_layers: 1"),

@@ -65,6 +65,7 @@ class MegatronBackend(Backend):
 
     def __init__(self, models: VirtualModels, args: Keys) -> None:
         self.config = config = models.config
+        self.chooses_recomputed = config.chooses_recomputed
         judge = Judge(args)
         check_gate(config, args, judge)
         judge.close()

@@ -452,9 +452,19 @@ def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
     )
 
 
+LONGEST_MASK = 1 << 16  # tokens: a mask of 4 GiB
+
+
 def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """bool [1, 1, t, t], True means hidden: a token sees itself and earlier tokens of its document.
-    For models without support for packed rows. cu: document borders."""
+    For models without support for packed rows. cu: document borders. ValueError for a row of more
+    than LONGEST_MASK tokens."""
+    expect(
+        cu[-1] <= LONGEST_MASK,
+        f"a packed row of {cu[-1]:,} tokens: with use_mca: false its mask would take "
+        f"{cu[-1] ** 2 / 2**30:,.0f} GiB, and at most {LONGEST_MASK:,} tokens are masked: set "
+        "use_mca: true, packing: false and sequence_packing: false, or a lower cutoff_len",
+    )
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
     causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
     return ~(causal & (document[:, None] == document[None]))[None, None]

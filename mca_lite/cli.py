@@ -204,6 +204,9 @@ def user_words(error: Exception) -> str | None:
     text = str(error) or type(error).__name__
     remedies = [remedy for words, remedy in _REMEDIES.items() if words in text]
     if remedies and not isinstance(error, UserError):
+        auto = sys.modules.get(f"{__package__}.part_long_auto")
+        if auto is not None and auto.next_choice and remedies[0] == _MEMORY:
+            return f"{text.splitlines()[0]}: {auto.next_choice}; {_MEMORY.partition(': ')[2]}"
         return f"{text.splitlines()[0]}: {remedies[0]}"
     is_ours = str(getattr(error, "name", "")).startswith(__package__)
     if isinstance(error, ModuleNotFoundError) and not is_ours:

@@ -310,8 +310,9 @@ REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
     "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
 }
 
-# rope scalings whose frequencies do not depend on the sequence length
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+# rope scalings whose frequencies do not depend on the sequence length, and longrope, which has two
+# sets of them
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 
 
 def rope_parameters(hf: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,17 +38,27 @@ from .tables import CORE_ATTENTIONS, function_of
 class Rope(NamedTuple):
     """Constants of the rotary embedding for one layer type, such as "sliding_attention". inv_freq:
     inverse frequencies. factor: multiplies cos and sin. interleaved: rotated pairs are neighbouring
-    channels, not channels half a head apart."""
+    channels, not channels half a head apart.
+
+    long: with longrope, the inverse frequencies of a micro-batch with a document (or a padded row)
+    of more than `limit` tokens; ()."""
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
     factor: float  # multiplies cos and sin
     interleaved: bool  # pairs are neighbouring channels, not channels half a head apart
+    long: tuple[float, ...] = ()
+    limit: float = math.inf
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_type: str = "full_attention") -> "Rope":
         """The constants for one layer type of a McaModelConfig."""
         inv_freq, factor = rope_frequencies(config, layer_type)
-        return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
+        long: tuple[float, ...] = ()
+        limit = math.inf
+        if config.rope_parameters.get("rope_type") == "longrope":
+            limit = config.rope_parameters["original_max_position_embeddings"]
+            long = tuple(rope_frequencies(config, layer_type, int(limit) + 1)[0].tolist())
+        return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave, long, limit)
 
     def tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) [..., rotary_dim] for angles [..., rotary_dim / 2], both times `factor`:
@@ -60,10 +71,10 @@ class Rope(NamedTuple):
 
 
 def rope_frequencies(
-    config: TransformerConfig, layer_type: str = "full_attention"
+    config: TransformerConfig, layer_type: str = "full_attention", length: int | None = None
 ) -> tuple[torch.Tensor, float]:
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
-    for one layer type.
+    for one layer type. length: tokens, which only longrope reads; None: few.
 
     transformers' own functions compute scaled variants such as linear, llama3 and yarn, so that the
     values equal Hugging Face's.
@@ -83,7 +94,7 @@ def rope_frequencies(
         if config.full_kv_channels:  # full and sliding layers differ in head size
             hf = hf.per_layer_config[layer_type]
         inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
-            hf, torch.device("cpu"), **of_type
+            hf, torch.device("cpu"), seq_len=length, **of_type
         )
         return inv_freq.float().to(device()), float(factor)
     channels = config.kv_channels
@@ -101,7 +112,8 @@ def rotary_tables(
     """(cos, sin) [t, 1, 1, rotary_dim] for the positions in a RowLayout: computed in float32,
     returned in `dtype`. The last two results are cached, one for each of two kinds of layers, so
     that layers share them and the tables of earlier rows are freed."""
-    inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
+    frequencies = rope.long if layout.longest > rope.limit else rope.inv_freq
+    inv_freq = parallel.to_device(torch.tensor(frequencies), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     return rope.tables(angles, dtype)
 

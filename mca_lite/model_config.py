@@ -307,6 +307,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             "groups, and ranks that share one are not supported",
             f"tensor_model_parallel_size: {groups}",
         )
+        self.chooses_recomputed = vars(self)["recompute_granularity"] == "auto"
+        if self.chooses_recomputed:  # all layers, until part_long_auto has chosen
+            self.recompute_granularity, self.recompute_method = "full", "block"
+            self.recompute_num_layers = self.num_layers
         if self.recompute_keep:
             function_of("part_long:check")(self, judge)
         check_model(self, self, judge, engine_here() is not None)

@@ -19,10 +19,13 @@ _FIELDS = {
     "llama3": f"factor rope_theta {BEFORE} low_freq_factor high_freq_factor",
     "yarn": f"factor rope_theta {BEFORE} attention_factor beta_fast beta_slow mscale "
     "mscale_all_dim truncate",
+    "longrope": f"factor rope_theta {BEFORE} attention_factor short_factor long_factor",
 }
+_LISTS = ("short_factor", "long_factor")  # of longrope: a factor for each frequency
 _KEPT = "rope_theta partial_rotary_factor mrope_section mrope_interleaved llama_4_scaling_beta"
 _DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
-_KINDS = {"truncate": bool, BEFORE: int}
+_KINDS: dict[str, Any] = {"truncate": bool, BEFORE: int}
+_KINDS |= dict.fromkeys(_LISTS, list[float])
 
 
 def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
@@ -41,6 +44,7 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
     own = dict(own)
     before = own.pop("type", "default")
     before = own.pop("rope_type", before)
+    before = "longrope" if before == "su" else before  # the name in older files of Phi
     why = "the model's config.json has to say it: transformers reads the file itself"
     expect("model_class" not in config and not needs_file(config), why)
     why = "the model's config.json has to say it: kinds of layers differ in their rotary parameters"
@@ -64,9 +68,12 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}, got {value!r}") from None
         least = 1 if name in ("factor", BEFORE) else 0
-        expect(fields[name] >= least, f"{name}: expected at least {least}, got {value!r}")
+        numbers = fields[name] if name in _LISTS else [fields[name]]
+        expect(min(numbers) >= least, f"{name}: expected at least {least}, got {value!r}")
     kept = own if before == kind else {name: own[name] for name in _KEPT.split() if name in own}
     rope = {**_DEFAULTS.get(kind, {}), **kept, **fields, "rope_type": kind}
+    if kind == "longrope":
+        _check_longrope(rope, text)
     expect("factor" in rope, "expected a factor")
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -83,6 +90,22 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
     return {name: rope[name] for name in ("rope_type", *_FIELDS[kind].split()) if name in rope}
 
 
+def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
+    """Check the factors of longrope against the model's sizes, and add the factor of its positions
+    if it has none. ValueError."""
+    for name in _LISTS:
+        expect(rope.get(name), f"longrope: expected {name}, a number for each frequency")
+    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    count = int(head * part) // 2
+    for name in _LISTS:
+        got = len(rope[name])
+        expect(got == count, f"{name}: expected {count} numbers, one a frequency, got {got}")
+    before = rope.get(BEFORE) or text.get(BEFORE)
+    if "factor" not in rope and before and text.get(POSITIONS):
+        rope["factor"] = text[POSITIONS] / before
+
+
 @dataclass(kw_only=True)
 class RopeArguments(ArgumentGroup):
     """Rotary scaling."""
@@ -90,7 +113,8 @@ class RopeArguments(ArgumentGroup):
     rope_scaling: Any = optional(
         "rotary scaling in place of the model's, saved in exports' config.json: a mapping "
         "{rope_type: yarn, factor: 4.0, ...}, or linear, llama3 or yarn alone, with the factor of "
-        "cutoff_len; a reference or teacher in another folder keeps its own"
+        "cutoff_len (longrope: with short_factor and long_factor); a reference or teacher in "
+        "another folder keeps its own"
     )
 
     def resolve(self, judge: Judge) -> None:

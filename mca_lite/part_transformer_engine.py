@@ -98,9 +98,9 @@ def needs_local(config: McaModelConfig) -> list[str]:
         needs.append("heads of more than 128 channels")
     if config.sliding_window is not None and config.context_parallel_size > 1:
         needs.append("a sliding window under context_parallel_size")  # TE's ring has no windows
-    # TE's kernel for packed rows ignores yarn's factor on cos and sin
-    if config.rope_parameters.get("rope_type") == "yarn":
-        needs.append("yarn")
+    # TE's kernel for packed rows ignores the factor on cos and sin, and has one set of frequencies
+    if (kind := config.rope_parameters.get("rope_type")) in ("yarn", "longrope"):
+        needs.append(kind)
     if config.attention_backend.name == "local":
         needs.append("attention_backend: local")
     return needs

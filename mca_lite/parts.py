@@ -91,8 +91,9 @@ PARTS = {
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
     "overlap": Part("part_overlap", "tp_comm_overlap=true"),
     "long": Part(
-        "part_long part_long_costs",
-        "recompute_keep=core_attn activation_offloading=true mlp_chunk_size",
+        "part_long part_long_auto part_long_costs",
+        "recompute_granularity=auto recompute_keep=core_attn activation_offloading=true "
+        "mlp_chunk_size",
         needs="cudnn",
     ),
     "rope": Part("part_rope_keys", "rope_scaling"),

@@ -69,7 +69,7 @@ class Rates(NamedTuple):
 # of a usual adapter for each GPU.
 _H200 = Rates(
     products=7.04e14,
-    attention=5.4e14,
+    attention=5.1e14,
     passes=4.15e12,
     gaps=1.043,
     update=1.17e11,
@@ -250,9 +250,9 @@ def _link(ranks: float, rates: Rates) -> float:
 def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: Rates) -> float:
     """Seconds per step that a rank communicates for tensor, context, expert and pipeline
     parallelism. sample: tokens in a sample."""
-    from .tool_plan_memory import RankSizes
+    from .tables import function_of
 
-    r = RankSizes(config)
+    r = function_of("part_long_costs:RankSizes")(config)
     layers = config.num_layers / r.pp
     tokens = args.micro_batch_size * sample / r.cp
     hidden = tokens * r.h * r.w
@@ -369,6 +369,9 @@ class _Layout:
         self.options = options
         self.args = arguments.training
         self.config = model.config_of(arguments)
+        self.chosen = ""  # what recompute_granularity: auto chooses
+        if self.config.chooses_recomputed:
+            self._choose()
         self.stage, self.memory = model.fullest_rank(
             self.args, self.config, options.gpus, on_gpu=True
         )
@@ -384,6 +387,30 @@ class _Layout:
                 reference=model.forward_passes(self.args, self.config)[0],
                 trained=model.finetuning.trained,
             )
+
+    def _choose(self) -> None:
+        """Set the number of recomputed layers that recompute_granularity: auto chooses on GPUs of
+        --memory, in config; all layers without that option. The stages of a pipeline get the
+        fullest one's number."""
+        from .tables import function_of
+        from .tool_plan_memory import stages_of_layers
+
+        config = self.config
+        virtual = config.virtual_pipeline_model_parallel_size or 1
+        most = -(-max(collections.Counter(stages_of_layers(config)).values()) // virtual)
+        config.recompute_num_layers = most
+        self.chosen = f"all {most} layers of a stage; --memory says of which GPUs"
+        if self.options.memory is None:
+            return
+        auto = function_of("part_long_auto")
+
+        def need(number: int) -> float:
+            config.recompute_num_layers = number
+            return self.model.fullest_rank(self.args, config, self.options.gpus, True)[1].total
+
+        room = self.options.memory * auto.HEADROOM * _GIB
+        config.recompute_num_layers = chosen = auto.least(most, need, room)
+        self.chosen = f"{chosen} of {most} layers of a stage"
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -448,6 +475,7 @@ def _memory_lines(layout: _Layout) -> list[str]:
     from .tool_plan_memory import PARTS
 
     memory = layout.memory
+    lacks = not memory.activations
     where = ""
     if layout.args.pipeline_model_parallel_size > 1:
         where = f" (pipeline stage {layout.stage})"
@@ -456,6 +484,8 @@ def _memory_lines(layout: _Layout) -> list[str]:
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
         *(f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")),
         *[f"  {'host memory':12} {show_size(memory.host):>12}"] * bool(memory.host),
+        *[f"  {'recomputed':12} {layout.chosen}"] * bool(layout.chosen),
+        *["  activations, logits and buffers are not counted: part long is not here"] * lacks,
     ]
 
 

@@ -2,11 +2,8 @@
 
     static = weights + gradients + optimizer state; at the peak also activations, loss and buffers
 
-Weights come from the family's rows (families.py), sharded as the layout shards them. What
-activations take was counted: on a CPU from the tensors that autograd saves (tests/test_plan.py), on
-a GPU, where kernels.py compiles, from the blocks of memory in use on one H200.
-
-Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes per value of an activation.
+Weights come from the family's rows (families.py), sharded as the layout shards them. The formulas
+of activations, logits and buffers are in part_long_costs.py.
 """
 
 import math
@@ -14,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from . import parts
 from .errors import Judge
 from .families_rows import Row
 from .finetuning import Finetuning, Request, finetuning_class, lowest_layer
 from .hosts import module_of, modules_of
-from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
 from .optim import splits_masters
-from .tables import LAYER_TYPES, OBJECTIVES, OPTIMIZERS, TEACHER_KEY, function_of
+from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY, function_of
 from .weights_convert import VOCABULARY, degree, in_layer_order
 from .weights_files import InitSource
 
@@ -31,9 +28,9 @@ class RankMemory:
     """Memory of one rank at the peak of a training step, in bytes; parameters and trained are
     counts.
 
-    logits: a chunk of logits in the loss, with its gradients. buffers: for communication.
-    reference: for a second model. nccl: outside torch's allocator. host: in host memory, no part of
-    the total.
+    logits: a chunk of logits in the loss, with its gradients, or the gradients within a layer's
+    backward pass, if these are larger. buffers: for communication. reference: for a second model.
+    nccl: outside torch's allocator. host: in host memory, no part of the total.
     """
 
     parameters: int
@@ -42,8 +39,8 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    logits: int  # a chunk of logits in the loss, with its gradients
-    buffers: int  # for communication
+    logits: int
+    buffers: int
     reference: int = 0  # weights of a second model
     nccl: int = 0  # outside torch's allocator
     host: int = 0  # activations in host memory: no part of the total
@@ -290,254 +287,29 @@ def _static(
     )
 
 
-# -- activations
-
-
+_COSTS = "part_long_costs"  # without it a plan has no activations
 _NCCL_OF_GROUP = 2**29  # bytes per group and GPU: 518 MiB on an H200 over NVLink
 
 
 def _nccl(config: Any, world_size: int) -> int:
     """Bytes that NCCL takes on a GPU for the rank's process groups."""
-    r = RankSizes(config)
-    etp = config.expert_tensor_parallel_size or r.tp
-    replicas = world_size // (r.tp * r.pp)
+    tp = config.tensor_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    ep = config.expert_model_parallel_size
+    etp = config.expert_tensor_parallel_size or tp
+    replicas = world_size // (tp * pp)
     is_moe = bool(config.num_moe_experts)
     sizes = [
         world_size,
-        r.tp,
-        r.pp,
-        r.cp,
-        r.tp * r.pp,  # for gradient norms
+        tp,
+        pp,
+        config.context_parallel_size,
+        tp * pp,  # for gradient norms
         replicas,
-        r.ep * is_moe,
-        world_size // (etp * r.ep * r.pp) * is_moe,  # for the experts' replicas
+        ep * is_moe,
+        world_size // (etp * ep * pp) * is_moe,  # for the experts' replicas
     ]
     return _NCCL_OF_GROUP * sum(size > 1 for size in sizes)
-
-
-class RankSizes:
-    """Parallel degrees and sizes of one rank's share of a model, for the formulas of memory and
-    time. config: McaModelConfig.
-
-    w: bytes per activation value. h: hidden size. heads, groups: attention heads and key-value
-    heads after tensor parallelism. keys: bytes of keys and values per token and layer. tp, sp, pp,
-    cp, ep: parallel degrees.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.w = config.params_dtype.itemsize  # bytes per value of an activation
-        self.h = config.hidden_size
-        self.tp = config.tensor_model_parallel_size
-        self.sp = (
-            self.tp if config.sequence_parallel else 1
-        )  # ranks that split tokens between linears
-        self.pp = config.pipeline_model_parallel_size
-        self.cp = config.context_parallel_size
-        self.ep = config.expert_model_parallel_size
-        self.heads = config.num_attention_heads / self.tp
-        # how many heads have a key and a value
-        self.groups = max((config.num_query_groups or config.num_attention_heads) / self.tp, 1)
-        self.keys = (
-            2 * self.groups * config.kv_channels * self.w
-        )  # bytes of keys and values per token and layer
-
-
-class _Facts(NamedTuple):
-    """Sizes of the tensors that autograd saves per token, with or without compiled kernels.
-
-    norm, head_norm: bytes per channel of a norm, and of a norm of queries or keys. mlp, expert:
-    values per MLP column, and with an expert's router weight. scores: bytes per head, and attended:
-    bytes per value of queries, keys and values, for attention whose values are narrower than its
-    keys.
-    """
-
-    norm: int
-    head_norm: int  # for queries and keys; their rotated output is counted in attention
-    mlp: int
-    expert: int  # like mlp, with a weight per column
-    scores: int  # bytes per head of attention whose values are narrower than its keys
-    attended: int  # bytes per value of such attention's queries, keys and values
-    compiled: bool
-
-
-def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
-    """The _Facts of a model. width: bytes per activation value. compiled: True if kernels are
-    compiled. frozen: True if the norms' weights are not trained. length: tokens in a sequence."""
-    if compiled:
-        return _Facts(
-            norm=2 * width,
-            head_norm=width,
-            mlp=3,
-            expert=3,
-            scores=4,
-            attended=width,
-            compiled=True,
-        )
-    quotient = width * (not frozen)
-    return _Facts(
-        norm=4 + quotient + width,  # the input is float32 without kernels
-        head_norm=4 + quotient,
-        mlp=4,
-        expert=5,
-        scores=4 * length,  # a CPU has no kernel for it and keeps every score
-        attended=4,
-        compiled=False,
-    )
-
-
-def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """(bytes per token that a layer saves for the backward pass, the part of them in its MLP or
-    experts). Sizes are one rank's."""
-    if getattr(config, "kv_lora_rank", None):
-        attention = _latent_bytes(config, facts, r)
-    elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
-        attention = function_of(layer_class).costs(config, facts)
-    else:
-        # queries, attention's output, keys, values, and a sum of exponentials per row
-        groups, channels = config.head_sizes(layer + 1)
-        heads = r.heads + max(groups / r.tp, 1)
-        attention = 2 * r.w * channels * heads + 4 * r.heads
-        if config.qk_layernorm:
-            attention += (facts.head_norm * channels + 4) * heads
-        if config.attention_output_gate:
-            attention += 2 * r.w * channels * r.heads
-    norms = 2 + 2 * config.post_norms
-    # beside quantised weights, adapted products keep no inputs that can be computed again
-    keeps = config.weight_format is None or r.w == 4 or bool(config.mlp_chunk_size)
-    around = norms * (facts.norm * r.h + 4) / r.sp + attention
-    around -= 2 * (not keeps) * r.w * r.h / r.sp
-    if not config.is_moe_layer(layer):
-        columns = facts.mlp - (not config.gated_linear_unit)
-        mlp = r.w * columns * config.ffn_hidden_size / r.tp
-        return around + mlp, mlp
-    etp = config.expert_tensor_parallel_size
-    columns = (facts.expert - (not keeps)) * config.moe_ffn_hidden_size / etp
-    experts = r.w * config.moe_router_topk * (keeps * r.h + columns) * etp / r.sp
-    experts += r.w * facts.mlp * (config.moe_shared_expert_intermediate_size or 0) / r.tp
-    if getattr(config, "moe_shared_expert_gate", False):
-        experts += r.w * r.h / r.sp
-    if r.w < 4:
-        experts += 4 * r.h / r.sp  # the router's input in float32
-    return around + experts, experts
-
-
-def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
-    """Bytes per token that multi-latent attention saves for the backward pass, without the layer's
-    norm."""
-    rotated = config.qk_pos_emb_head_dim
-    query = config.qk_head_dim + rotated
-    value = config.v_head_dim
-    value_copy = value
-    latent = facts.norm * (config.kv_lora_rank + (config.q_lora_rank or 0))
-    if (
-        facts.attended == r.w
-    ):  # not copied: a value is a view next to the unrotated part of the keys
-        value_copy += config.qk_head_dim
-        latent += r.w * rotated
-    scores = 4 if query == value else facts.scores
-    attended = facts.attended * (2 * query + value_copy) + r.w * value + scores
-    return r.heads * attended + latent / r.sp
-
-
-def _activations(
-    args: Any, config: Any, stage: int, facts: _Facts, r: RankSizes, lowest: int, tokens: float
-) -> tuple[float, float, float]:
-    """(bytes per token kept for the backward pass, bytes per token of a layer while it is
-    recomputed, bytes per token in host memory) on a rank of a pipeline stage. lowest: the first
-    layer with a backward pass. tokens: of a micro-batch on this rank."""
-    first = 0 if stage else lowest  # what a later stage receives needs a gradient
-    layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage and i >= first]
-    if stage == r.pp - 1:
-        layers += range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
-    sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
-    if config.mlp_chunk_size:
-        tiled = function_of("part_long_costs:tiled")
-        pairs = zip(layers, sizes, strict=True)
-        sizes = [tiled(config, layer, r, tokens, *size) for layer, size in pairs]
-    kept = [of_layer for of_layer, _ in sizes]
-    again = host = 0.0
-    in_flight = _in_flight(args, config, stage)
-    if config.recompute_granularity == "full":
-        unit = min(config.recompute_num_layers or 1, len(layers))
-        inputs = r.w * r.h / r.sp  # bytes of a layer's input per token
-        again = max(kept, default=0.0) * unit - inputs
-        units = -(-len(layers) // max(unit, 1))
-        if config.recompute_method == "block":
-            again = max(kept, default=0.0) - inputs
-            kept = [inputs] * unit + kept[unit:]
-        else:
-            kept = [inputs] * units
-        if config.recompute_keep or config.activation_offloading:
-            is_block = config.recompute_method == "block"
-            again_layers = layers[:unit] if is_block else layers
-            units = unit if is_block else units
-            results = function_of("part_long_costs:results")
-            of_results = [results(config, layer, r) for layer in again_layers]
-            long = function_of("part_long_costs:kept")
-            device, again, host = long(config, inputs, units, of_results, again)
-            # what waits on the device does so for one micro-batch
-            device *= 1 if host else in_flight
-            rest = sum(kept[units:]) * in_flight
-            return device + rest, again, host * in_flight
-    elif config.recompute_granularity and {"mlp", "moe"} & set(config.recompute_modules or ()):
-        kept = [of_layer - of_mlp for of_layer, of_mlp in sizes]
-    return sum(kept) * in_flight, again, host
-
-
-def input_activations(
-    args: Any, config: Any, tensors: "ModelTensors", length: int, r: RankSizes
-) -> float:
-    """Upper limit of the bytes that a vision tower or another input module saves for the backward
-    pass: as if rows held nothing but its inputs."""
-    trained = (tensor.name for tensor in tensors.stages[0] if tensor.is_trained)
-    of_token = config.inputs.bytes_of_token(trained, r.w)
-    return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
-
-
-def _in_flight(args: Any, config: Any, stage: int) -> float:
-    """The number of micro-batches whose activations a pipeline stage holds at once. With virtual
-    stages it can be a fraction, because a chunk of layers counts as a part of the stage."""
-    pp = config.pipeline_model_parallel_size
-    vpp = config.virtual_pipeline_model_parallel_size or 1
-    micro_batches = args.gradient_accumulation_steps or 1
-    chunks = pp - stage
-    if vpp > 1:
-        chunks = 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
-    return min(micro_batches * vpp, chunks) / vpp
-
-
-# Bytes of float32 tensors per logit in a loss with a teacher, without kernels: the maximum
-# (resident teacher, jsd), measured on a CPU.
-_OF_LOGIT = 53
-
-
-def _loss(
-    config: Any, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
-) -> float:
-    """Bytes that the loss takes while it is computed: a chunk of logits, hidden states, and the
-    gradient of a trained head. distils: True if the loss compares with a teacher."""
-    columns = config.padded_vocab_size / r.tp
-    chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
-    of_logit = r.w
-    if distils:
-        chunk = config.loss_chunk_size or CHUNK_SIZE_OF_LOGITS
-        # with kernels: the teacher's logit, a gradient, and an index
-        of_logit += 2 * r.w + 2 if on_gpu else _OF_LOGIT
-    float32_gradient = columns * r.h * 4 * trains_head
-    return min(chunk, tokens) * columns * of_logit + tokens * r.h * r.w + float32_gradient
-
-
-def _buffers(config: Any, tokens: float, r: RankSizes) -> float:
-    """Bytes of a rank's communication buffers. tokens: of a micro-batch on this rank."""
-    part = tokens * r.h * r.w / r.sp
-    terms = [
-        (config.sequence_parallel, part * r.sp),
-        (r.pp > 1, 2 * part),
-        (r.cp > 1, 2 * tokens * r.cp * r.keys),
-        # tokens sent to other ranks; received ones are counted as the experts' input
-        (config.num_moe_experts and r.ep > 1, config.moe_router_topk * part),
-    ]
-    return sum(size for applies, size in terms if applies)
 
 
 # -- a rank
@@ -559,28 +331,27 @@ def rank_memory(
     or row. on_gpu: True if kernels are compiled. distils: True if the loss compares with a teacher.
     """
     finetuning = tensors.finetuning
-    r = RankSizes(config)
-    tokens = args.micro_batch_size * length / r.cp
-    facts = _facts(r.w, on_gpu, not finetuning.is_whole, length)
-    kept, again, host = _activations(args, config, stage, facts, r, tensors.lowest, tokens)
-    whole = _made_whole(config, tensors.stages[stage])
-    of_inputs = 0.0
-    if stage == 0:
-        of_inputs = input_activations(args, config, tensors, length, r)
-    logits = norm = 0.0
-    if stage == r.pp - 1:
-        trains_head = finetuning.trains("lm_head")
-        if not config.has_value_head:
-            logits = _loss(config, tokens, trains_head, on_gpu, r, distils)
-        # the final norm, whose output is whole for the head
-        norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
+    first = 0 if stage else tensors.lowest  # what a later stage receives needs a gradient
+    homes = enumerate(stages_of_layers(config))
+    activations = logits = buffers = host = 0.0
+    if costs := parts.module_of(_COSTS):
+        activations, logits, buffers, host = costs.of_step(
+            *(args, config, stage),
+            [layer for layer, home in homes if home == stage and layer >= first],
+            length,
+            (tensor.name for tensor in tensors.stages[stage] if tensor.is_trained),
+            on_gpu=on_gpu,
+            is_whole=finetuning.is_whole,
+            trains_head=finetuning.trains("lm_head"),
+            distils=distils,
+        )
     return RankMemory(
         **_static(args, config, tensors, stage, world_size),
-        activations=round(tokens * (kept + max(norm, again)) + of_inputs + whole),
+        activations=round(activations + _made_whole(config, tensors.stages[stage])),
         logits=round(logits),
-        buffers=round(_buffers(config, tokens, r)),
+        buffers=round(buffers),
         nccl=_nccl(config, world_size) * on_gpu,
-        host=round(tokens * host),
+        host=round(host),
     )
 
 

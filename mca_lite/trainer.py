@@ -61,7 +61,7 @@ from .step import (
     to_length,
     use_loss,
 )
-from .tables import other_columns
+from .tables import function_of, other_columns
 from .trainer_evaluation import Evaluator, PredictionOutput, records_of
 from .trainer_events import (
     EvalLoopOutput,
@@ -509,6 +509,9 @@ class McaTrainer(OtherNames):
         self.throughput = Throughput.of(args)
         passes = self.forward_passes(getattr(self, "train_config", None))
         self.work = model_work(self.model, self._reference_model, passes)
+        if getattr(self.backend, "chooses_recomputed", False):
+            of_run = self.train_dataset, self.settings, self.documents_per_sample
+            self.extra_summary |= function_of("part_long_auto:choose")(self.backend, *of_run)
         self.report.summary(run_summary(self, plan))
         return plan
 

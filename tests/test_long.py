@@ -4,12 +4,13 @@ tiles of an MLP the last ones of a gradient, in every layout.
 
 import contextlib
 import functools
+import re
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mca_lite import part_long
+from mca_lite import part_long, part_long_auto
 from mca_lite.errors import Judge
 from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
@@ -31,6 +32,7 @@ from tests.shared.training import arguments, refusal, train, whole_and_resumed
 KEEP = dict(FULL, recompute_keep="core_attn")
 AWAY = dict(FULL, activation_offloading=True)
 SAME = {"kept": KEEP, "away": AWAY, "both": KEEP | AWAY}
+AUTO = dict(KEEP, recompute_granularity="auto")
 TILED = dict(mlp_chunk_size=3)
 STEPS = dict(steps=2, count=7, warmup_steps=0)
 LAYOUTS = {
@@ -66,16 +68,32 @@ def counted_tiles():
         yield found
 
 
+@contextlib.contextmanager
+def half_of_the_room():
+    """Layers are chosen for memory half way between those of none and of all recomputed; the
+    chosen numbers."""
+    found, least = [], part_long_auto.least
+
+    def chosen(count, need, room):
+        found.append(least(count, need, (need(0) + need(count)) / 2))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_long_auto, "least", chosen)
+        yield found
+
+
 def curves_of(path: str, out: str, runs: dict, run=train, **keys) -> dict:
     """{name: (curve, calls of the kernel)} of runs {name: keys} on this rank; and the bytes of host
     memory that are in use after them."""
     found: dict = {}
     for name, changes in runs.items():
         Counted.calls = 0
-        with Counted(), counted_tiles() as tiles:
+        with Counted(), counted_tiles() as tiles, half_of_the_room() as chosen:
             curve = run(path, f"{out}/{name}", **{**keys, **changes})
         found[name] = curve, Counted.calls
         found[f"tiles of {name}"] = len(tiles)
+        found[f"layers of {name}"] = chosen
     free = sum(piece.nbytes for pieces in POOL.free.values() for piece in pieces)
     return {**found, "in use": POOL.taken - free, "taken": POOL.taken}
 
@@ -115,13 +133,14 @@ def model_of(family: str) -> str:
 )
 def test_a_layout_trains_to_the_same_bits(layout, tmp_path):
     ranks, keys = LAYOUTS[layout]
-    runs = {"plain": FULL, "both": SAME["both"], "tiled": {**FULL, **TILED}}
+    runs = {"plain": FULL, "both": SAME["both"], "tiled": {**FULL, **TILED}, "auto": AUTO}
     more = dict(STEPS, timeout_s=200)
     for found in world.run(
         curves_of, ranks, model_of("qwen3"), str(tmp_path), runs, **more, **keys
     ):
         assert_same(found)
         assert_near(found)
+        assert found["auto"][0] == found["plain"][0] and len(found["layers of auto"]) == 1
 
 
 FAMILIES = {
@@ -199,6 +218,96 @@ def test_a_run_goes_on_with_other_keys_of_long_rows(tmp_path):
     path = model_of("qwen3")
     [(whole, resumed)] = world.run(whole_and_resumed, 1, path, str(tmp_path), **keys)
     assert resumed == whole
+
+
+# ---- as many layers as memory needs
+
+
+def test_the_fewest_layers_are_recomputed_for_which_memory_is_enough():
+    def need(number):
+        return [100, 80, 60, 40, 20][number]
+
+    chosen = [part_long_auto.least(4, need, room) for room in (100, 99, 60, 59, 10)]
+    assert chosen == [0, 1, 2, 3, 4]
+
+
+def chosen_with(path: str, out: str, free: dict, **keys) -> list[tuple]:
+    """(recomputed layers of this rank's stage, the summary's words, the words of an error for want
+    of memory) for each free memory of the ranks, {rank: bytes}."""
+    import torch.distributed as dist
+
+    from mca_lite import cli
+    from mca_lite.trainer import McaTrainer
+
+    found, choose = [], part_long_auto.choose
+
+    def watched(backend, *of_run):
+        section = choose(backend, *of_run)
+        number = backend.config.recompute_num_layers
+        error = cli.user_words(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+        found.append((number, section["recomputation"], error))
+        return section
+
+    assert McaTrainer
+    for name, of_ranks in free.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(part_long_auto, "choose", watched)
+            patch.setattr(part_long_auto, "free_memory", lambda of=of_ranks: of[dist.get_rank()])
+            train(path, f"{out}/{name}", steps=1, count=7, warmup_steps=0, **keys)
+    return found
+
+
+ALL, NONE = 0, 1e12  # bytes: all layers are recomputed, and none
+
+
+def test_layers_are_chosen_for_the_free_memory(tmp_path):
+    free = {"much": [NONE], "little": [ALL]}
+    [(much, little)] = world.run(
+        chosen_with, 1, model_of("qwen3"), str(tmp_path), free, recompute_granularity="auto"
+    )
+    assert (much[0], little[0]) == (0, 4)
+    assert much[1]["recomputed layers"] == "0 of 4 (recompute_granularity: auto)"
+    assert re.fullmatch(
+        r"rows of \d+ tokens: 0\.\d+ GiB planned beside weights and optimizer, 931\.\d+ free",
+        much[1]["for"],
+    )
+    assert "chose to recompute 0 of 4 layers; try recompute_granularity: full" in much[2]
+    assert "recompute_method: block, recompute_num_layers: 1; python -m mca_lite plan" in much[2]
+    assert "chose to recompute 4 of 4 layers; try activation_offloading: true" in little[2]
+
+
+@pytest.mark.parametrize(
+    "layout, wanted", [(PP2, [0, 2]), (TP2_SP, [4, 4])], ids=["stages differ", "ranks agree"]
+)
+def test_each_stage_chooses_for_itself_and_its_ranks_alike(layout, wanted, tmp_path):
+    free = {"uneven": [NONE, ALL]}
+    runs = world.run(
+        *(chosen_with, 2, model_of("qwen3"), str(tmp_path), free),
+        **dict(layout, recompute_granularity="auto"),
+    )
+    assert [number for [(number, _, _)] in runs] == wanted
+    if layout is PP2:
+        assert runs[0][0][1]["recomputed layers"].startswith("0 of 2, 2 of 2, by stage")
+
+
+def test_the_next_choice_is_named_for_each_state():
+    from types import SimpleNamespace
+
+    def said(chosen, **keys):
+        config = dict(activation_offloading=False, mlp_chunk_size=None) | keys
+        return part_long_auto.advice(chosen, 32, SimpleNamespace(**config))
+
+    assert said(8).endswith("recompute_num_layers: 12")
+    assert "try activation_offloading: true" in said(32)
+    assert "try mlp_chunk_size: 8192" in said(32, activation_offloading=True)
+    assert "cutoff_len" in said(32, activation_offloading=True, mlp_chunk_size=8192)
+
+
+@pytest.mark.parametrize("key", ["recompute_method=block", "recompute_num_layers=2"])
+def test_a_number_of_layers_is_refused_beside_auto(key):
+    name, _, value = key.partition("=")
+    words = refusal(arguments, recompute_granularity="auto", **{name: value})
+    assert name in words and "recompute_granularity is auto" in words
 
 
 # ---- host memory
@@ -331,6 +440,7 @@ def test_memory_falls_by_what_the_plan_says(layout, tmp_path):
         "away": AWAY,
         "both": SAME["both"],
         "tiled": {**FULL, "mlp_chunk_size": 16},
+        "two layers": {**KEEP, "recompute_method": "block", "recompute_num_layers": 2},
     }
     runs = {name: {**of_batch, **run} for name, run in runs.items()}
     for found in world.run(held_and_planned, ranks, str(tmp_path), runs, timeout_s=200):
@@ -342,5 +452,7 @@ def test_memory_falls_by_what_the_plan_says(layout, tmp_path):
         # at the peak one of the four borders is on the device again
         fallen = found["plain"][0] - found["away"][0]
         assert fallen == pytest.approx(found["away"][3] * 3 / 4, rel=0.05)
+        held, planned, *_ = found["two layers"]
+        assert held == pytest.approx(planned, rel=0.1)
         got = found["plain"][0] - found["tiled"][0]
         assert got == pytest.approx(found["plain"][1] - found["tiled"][1], rel=0.1)

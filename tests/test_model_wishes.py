@@ -47,7 +47,7 @@ WITHOUT_EFFECT = {
     "num_mtp_layers": "mtp_num_layers decides; files have as many as num_nextn_predict_layers says",
     "num_nextn_predict_layers": "mtp_num_layers decides how many of them are trained",
     "qk_head_dim": "the sum of qk_nope_head_dim and qk_rope_head_dim",
-    "original_max_position_embeddings": "of longrope, which is refused",
+    "original_max_position_embeddings": "of longrope, whose rows are compared in test_rope.py",
     "_sliding_window_pattern": "layer_types holds what follows from it",
     "no_rope_layer_interval": "no_rope_layers holds what follows from it",
     "vision_config": "transformers' module is made of it, whatever it says",

@@ -183,6 +183,11 @@ def test_documents_that_cannot_be_cut_are_refused():
         zigzag((0, 5), 2, 0)
 
 
+def test_a_mask_of_a_long_row_is_refused_in_words():
+    with pytest.raises(ValueError, match=r"70,000 tokens: .* would take 5 GiB.*use_mca: true"):
+        block_diagonal_mask((0, 40_000, 70_000), torch.device("cpu"))
+
+
 def test_block_diagonal_mask_hides_the_future_and_other_documents():
     hidden = block_diagonal_mask((0, 2, 3), torch.device("cpu"))[0, 0]
     assert hidden.tolist() == [[False, True, True], [False, False, True], [True, True, False]]

@@ -47,6 +47,7 @@ CHOICES = {
     "optimizer_cpu_offload": {"true": "part_offload"},
     "tp_comm_overlap": {"true": "part_overlap"},
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), {"8bit": "part_quantised_adam"}),
+    "recompute_granularity": {"auto": "part_long_auto"},
     "recompute_keep": {"core_attn": "part_long"},
     "transformer_impl": {"transformer_engine": "part_transformer_engine"},
     "activation_offloading": {"true": "part_long"},

@@ -59,6 +59,18 @@ H200 = {
     "experts": (78.5, {}),
     "DPO 1.5B": (44.4, {}),  # its reference is in memory
 }
+_FULL = dict(recompute_granularity="full")
+_KEEP = dict(_FULL, recompute_keep="core_attn", loss_chunk_size=8192)
+_HALF = dict(_KEEP, recompute_method="block", recompute_num_layers=16)
+# long rows, of the cases' lengths: 8B with adapters, and 1.5B
+LONG = {
+    "LoRA 8B 32k, half of the layers recomputed": (94.8, _HALF),
+    "LoRA 8B 32k, all recomputed": (30.0, dict(_FULL, loss_chunk_size=8192)),
+    "LoRA 8B 65k": (44.3, _FULL),
+    "LoRA 8B 131k, all recomputed": (72.5, _FULL),
+    "LoRA 8B 131k": (104.3, _KEEP),
+    "1.5B 65k": (35.6, _FULL),
+}
 
 
 def measured(hf, length: int, out: str, keys: dict) -> dict:
@@ -252,6 +264,28 @@ def test_a_gpu_held_what_is_planned(name):
     case, (peak, keys) = name.split(",")[0], H200[name]
     planned = gpu_plan.planned(case, **keys)[2]
     assert planned.total / 2**30 == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_gpu_held_what_is_planned_of_long_rows(name):
+    from tests.tools import gpu_plan
+
+    peak, keys = LONG[name]
+    planned = gpu_plan.planned(name.split(",")[0], **keys)[2]
+    assert planned.total / 2**30 == pytest.approx(peak, rel=0.05)
+
+
+def test_a_plan_says_how_many_layers_auto_recomputes(tmp_path):
+    tiny.hf_config("qwen3", **MILLIONS).save_pretrained(tmp_path)
+    words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0 "
+    words += "cutoff_len=256 per_device_train_batch_size=8 recompute_granularity=auto"
+    assert "all 8 layers of a stage; --memory says of which GPUs" in plan(words)[1]
+    said, totals = {}, {}
+    for gib in (1.4, 1.7, 40):
+        out = plan(f"{words} --memory {gib}")[1]
+        said[gib] = int(re.search(r"recomputed +(\d) of 8 layers of a stage", out)[1])
+        totals[gib] = re.search(r"\n  total +(.*)", out)[1]
+    assert said[40] == 0 < said[1.7] < said[1.4], (said, totals)
 
 
 def test_a_plan_that_is_a_ninth_off_fails_make_gpu():

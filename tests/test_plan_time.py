@@ -42,7 +42,9 @@ def planned_on_h200(name: str, world_size: int = 1, link: float = math.inf, **ke
     args, config, memory = gpu_plan.planned(name, world_size, **keys)
     rates = tool_plan.RATES["H200"]._replace(link=link)
     times = tool_plan.step_time(
-        *(args, config, memory, lengths, world_size, rates), frozen="lora" in case, reference=pairs
+        *(args, config, memory, lengths, world_size, rates),
+        frozen=bool(case.get("lora")),
+        reference=pairs,
     )
     return times, args.train_global_batch_size * sum(lengths)
 
@@ -51,6 +53,27 @@ def planned_on_h200(name: str, world_size: int = 1, link: float = math.inf, **ke
 def test_an_h200_took_what_is_predicted(case):
     times, tokens = planned_on_h200(CASES[case])
     assert tokens / times.total == pytest.approx(measured(case), rel=0.1)
+
+
+# tokens/s of long rows with keys of recomputation
+_FULL = dict(recompute_granularity="full")
+_KEEP = dict(_FULL, recompute_keep="core_attn")
+LONG = {
+    "LoRA 8B 32k": (8330, dict(_KEEP, recompute_method="block", recompute_num_layers=16)),
+    "LoRA 8B 32k, all recomputed": (6813, _FULL),
+    "LoRA 8B 65k": (4636, _FULL),
+    "LoRA 8B 131k, all recomputed": (2680, _FULL),
+    "LoRA 8B 131k": (3349, _KEEP),
+    "1.5B 65k": (15099, _FULL),
+    "1.5B 262k": (4615, _FULL),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_an_h200_took_what_is_predicted_of_long_rows(name):
+    rate, keys = LONG[name]
+    times, tokens = planned_on_h200(name.split(",")[0], **keys)
+    assert tokens / times.total == pytest.approx(rate, rel=0.1)
 
 
 # -- runs

@@ -1,5 +1,6 @@
 """rope_scaling trains the model that transformers makes of a config.json with the same numbers."""
 
+import functools
 import json
 import shutil
 
@@ -7,14 +8,19 @@ import pytest
 
 from mca_lite.part_rope_keys import scale
 from tests.shared import small_runs, world
-from tests.shared.layouts import TP2
+from tests.shared.layouts import CP2, PP2, TP2
 from tests.shared.training import assert_same_curve, read_log
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(rope_type="llama3", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+# of heads of 8 channels, half of which phi3 rotates
+LONG = dict(rope_type="longrope", short_factor=[1.0, 1.5], long_factor=[2.0, 4.0])
+LONG |= dict(original_max_position_embeddings=16)
+WHOLE = dict(LONG, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
 # name -> (family, the key, what config.json says of it, its positions)
 CASES = {
+    "longrope": ("qwen3", {**WHOLE, "factor": 4}, {**WHOLE, "factor": 4.0}, 64),
     "yarn": ("qwen3", {**YARN, "beta_fast": 16}, {**YARN, "beta_fast": 16.0}, 64),
     "yarn by name": ("qwen3", "yarn", {**YARN, "factor": 3}, 48),
     "llama3": ("qwen3", {"type": "llama3", "factor": "4"}, LLAMA3, 64),
@@ -65,6 +71,72 @@ def test_the_key_trains_as_a_config_json_with_its_numbers(case, folders, tmp_pat
         assert saved["max_position_embeddings"] == positions
 
 
+def write_phi3(folder, **changes) -> None:
+    """A model of phi3 whose config.json has longrope, as Phi's long checkpoints."""
+    (folder).mkdir()
+    small_runs.save_all(folder, "phi3", max_position_embeddings=64, sliding_window=None)
+    path = folder / "model/config.json"
+    config = json.loads(path.read_text())
+    rope = {**LONG, "rope_theta": 100.0, "partial_rotary_factor": 0.5, **changes}
+    before = LONG["original_max_position_embeddings"]
+    config |= dict(rope_parameters=rope, original_max_position_embeddings=before)
+    path.write_text(json.dumps(config))
+
+
+def rows_of(folder, out, length: int, ranks=1, **more) -> list:
+    keys = dict(cutoff_len=length, streaming=False, seed=3)
+    return run(folder, out, ranks, **{**keys, **more})
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "cp2": (2, CP2),
+    "packed": (1, dict(sequence_packing=True)),
+    "cp2, packed": (2, dict(CP2, sequence_packing=True)),
+    "recomputed": (1, dict(recompute_granularity="full")),
+    "a factor of attention": (1, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory):
+    made = tmp_path_factory.mktemp("phi3")
+    write_phi3(made / "plain")
+    write_phi3(made / "factor", attention_factor=1.7)
+    return made
+
+
+@functools.cache
+def of_transformers(folder, length: int, tmp_path) -> list:
+    return rows_of(folder, tmp_path / f"theirs{length}", length, use_mca=False)
+
+
+@pytest.mark.parametrize("layout, length", [("one", 16), *((name, 40) for name in LAYOUTS)])
+def test_longrope_of_a_file_trains_as_in_transformers(layout, length, phi3, tmp_path):
+    ranks, more = LAYOUTS[layout]
+    name = "factor" if "factor" in layout else "plain"
+    theirs = of_transformers(phi3 / name, length, phi3 / f"of_{name}")
+    folder = phi3 / name
+    assert_same_curve(rows_of(folder, tmp_path / "ours", length, ranks, **more), theirs)
+    if layout == "one":
+        ours, before = (path / "config.json" for path in (tmp_path / "ours", folder / "model"))
+        names = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings")
+        got, wanted = (json.loads(path.read_text()) for path in (ours, before))
+        assert [got[name] for name in names] == [wanted[name] for name in names]
+        files = (tmp_path / "ours", folder / "model")
+        assert {*headers(files[0])} == {*headers(files[1])}
+
+
+def headers(folder) -> list[str]:
+    from safetensors import safe_open
+
+    [path] = folder.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
 def test_a_run_goes_on_with_its_scaling_alone(folders, tmp_path):
     keys = dict(rope_scaling="yarn", save_strategy="steps", save_steps=1)
     run(folders / "qwen3", tmp_path, **keys, max_steps=1)
@@ -84,6 +156,8 @@ def test_rows_longer_than_the_positions_name_the_key(folders, tmp_path):
 
 
 PLAIN = dict(model_type="qwen3", max_position_embeddings=16, rope_theta=100.0)
+SIZES = dict(hidden_size=16, num_attention_heads=4)
+TWO = dict(short_factor=[1.0, 1.5], long_factor=[2.0, 4.0])
 OWN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4, mscale=0.5)
 
 
@@ -104,7 +178,10 @@ def test_numbers_that_are_not_given_are_the_model_s():
         ("dynamic", {}, "expected a mapping"),
         (4, {}, "expected a mapping"),
         ({"factor": 2}, {}, "expected rope_type linear, llama3, yarn"),
-        ({"rope_type": "longrope"}, {}, "got 'longrope'"),
+        ({"rope_type": "dynamic"}, {}, "got 'dynamic'"),
+        ({"rope_type": "longrope"}, SIZES, "longrope: expected short_factor"),
+        ({"rope_type": "longrope", **TWO, "long_factor": [2]}, SIZES, "expected 2 numbers, .* got"),
+        ({"rope_type": "longrope", **TWO, "short_factor": [0, "x"]}, SIZES, "short_factor: exp"),
         ({"rope_type": "yarn"}, {}, "expected a factor"),
         ({"rope_type": "yarn", "factor": 0.5}, {}, "factor: expected at least 1"),
         ({"rope_type": "yarn", "factor": "x"}, {}, "factor: expected a finite number, got 'x'"),

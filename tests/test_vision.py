@@ -520,14 +520,16 @@ def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tm
 def planned(path: str, **keys) -> tuple:
     """(memory of a rank of each stage, bytes of the tower's activations)"""
     from mca_lite.model_config import AutoConfig
-    from mca_lite.tool_plan_memory import ModelTensors, RankSizes, input_activations, rank_memory
+    from mca_lite.part_long_costs import RankSizes, input_activations
+    from mca_lite.tool_plan_memory import ModelTensors, rank_memory
 
     args = TrainingArguments(output_dir="unused", **keys)
     config = AutoConfig.from_pretrained(path, args)
     tensors = ModelTensors(config)
     stages = range(config.pipeline_model_parallel_size)
     memory = [rank_memory(args, config, tensors, stage, 64, len(stages), False) for stage in stages]
-    return memory, input_activations(args, config, tensors, 64, RankSizes(config))
+    trained = (tensor.name for tensor in tensors.stages[0] if tensor.is_trained)
+    return memory, input_activations(args, config, trained, 64, RankSizes(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

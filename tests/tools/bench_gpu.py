@@ -103,6 +103,23 @@ SHAPES["hybrid"] = (
     ),
 )
 _HEADS["hybrid"] = dict(num_attention_heads=16, num_key_value_heads=2, head_dim=256)
+# Qwen3.5-4B
+SHAPES["qwen3_5"] = (
+    "qwen3_5_text",
+    dict(
+        vocab_size=248320,
+        tie_word_embeddings=True,
+        max_position_embeddings=1 << 18,
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
+)
+_HEADS["qwen3_5"] = dict(num_attention_heads=16, num_key_value_heads=4, head_dim=256)
 SHAPES["sinks"] = (
     "gpt_oss",
     dict(
@@ -183,13 +200,24 @@ _FULL = dict(recompute_granularity="full", loss_chunk_size=8192)
 _KEEP = dict(_FULL, recompute_keep="core_attn")
 _AWAY = dict(_KEEP, activation_offloading=True, mlp_chunk_size=16384)
 _LONG = dict(shape="8B", mbs=1, rows=1, lora=16, steps=3, skip=1, theirs=dict(recomputes=True))
+
+
+def _block(layers: int) -> dict:
+    return dict(_KEEP, recompute_method="block", recompute_num_layers=layers)
+
+
 LONG_CASES = {
-    # half of the layers are recomputed
-    "LoRA 8B 32k": dict(
-        _LONG, s=1 << 15, keys=dict(_KEEP, recompute_method="block", recompute_num_layers=16)
+    # so many of the layers are recomputed
+    "LoRA 8B 32k": dict(_LONG, s=1 << 15, steps=5, keys=_block(8)),
+    "LoRA 8B 32k of 12": dict(_LONG, s=1 << 15, steps=5, keys=_block(12)),
+    "LoRA 8B 32k auto": dict(
+        _LONG, s=1 << 15, steps=4, keys=dict(_KEEP, recompute_granularity="auto")
     ),
+    "LoRA 8B 65k": dict(_LONG, s=1 << 16, keys=_KEEP),
     "LoRA 8B 131k": dict(_LONG, s=1 << 17, keys=_KEEP),
+    "LoRA 8B 131k away": dict(_LONG, s=1 << 17, steps=2, keys=_AWAY),
     "LoRA 8B 262k": dict(_LONG, s=1 << 18, steps=2, keys=_AWAY),
+    "LoRA qwen3_5 131k": dict(_LONG, shape="qwen3_5", s=1 << 17, keys=_KEEP),
     "1.5B 65k": dict(_LONG, shape="1.5B", lora=0, s=1 << 16, keys=_FULL),
     "1.5B 262k": dict(_LONG, shape="1.5B", lora=0, s=1 << 18, steps=2, keys=_KEEP),
 }
@@ -630,7 +658,7 @@ def measure(case: str, trainer: str, label: str) -> dict:
         clock, logs, tokens, squares = run_theirs(**{**keys, **own, **RIVALS[trainer]})
     median = clock.median(skip)
     work = float("nan")  # of other layers than flops() knows
-    if keys["shape"] not in ("hybrid", "sinks", "gpt-oss-20b"):
+    if keys["shape"] not in ("hybrid", "qwen3_5", "sinks", "gpt-oss-20b"):
         work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
         work *= 4 / 3  # the reference's forward pass

@@ -43,7 +43,6 @@ NOT_BUILT = {
     "models alone, with keys that are values in full layers",
     "gemma3n": "embeddings of their own in each layer, layers that share keys and values",
     "gpt2, gpt_neox, starcoder2, phi": "LayerNorm, biases and an MLP without a gate",
-    "phi3 with longrope": "frequencies that depend on the length of the text: refused",
     "granitemoe": "all experts of a layer in one tensor, under names of its own",
     "hunyuan_v1_moe with moe_topk of several numbers": "layers with different numbers of experts "
     "of a token: refused",

@@ -35,7 +35,7 @@ def planned(name: str, world_size: int = 1, **keys):
     )
     args = TrainingArguments(output_dir="unused", **{**own, **keys})
     config = from_hf_config(bench_gpu.hf_config(case["shape"]), args)
-    if "lora" in case:
+    if case.get("lora"):
         spec = part_lora.plan(config, part_lora.LoraSpec(rank=case["lora"]))
         finetuning = part_lora.Lora(spec)
     tensors = tool_plan_memory.ModelTensors(config, finetuning)
