@@ -74,14 +74,15 @@ from .tables import (
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
     """A dataclass field for a key that only the megatron-core backend uses. On the plain torch
-    backend the key is reset to its default. text: the key's help. metadata: as in arg()."""
+    backend the key is reset to its default. text: the key's help. metadata: other options of arg().
+    """
     return arg(default, text, torch=False, **metadata)
 
 
 def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
     """A dataclass field for a key that only megatron-core uses and that sets the field of
     McaModelConfig with the same name. model: True leaves that field alone if the key is None;
-    "always" sets it to None too."""
+    "always" sets it to None too. metadata: other options of arg()."""
     return mca(default, text, model=model, **metadata)
 
 

@@ -89,8 +89,8 @@ def name_of_set(file: str) -> str:
 
 
 def check_records(objective: Objective, judge: Judge) -> None:
-    """Refuse data keys that do not suit the records of a training objective, such as pair_weight
-    without preference pairs, or streaming with them."""
+    """Add Problems to `judge` for data keys that do not suit the records of a training objective,
+    such as pair_weight without preference pairs, or streaming with them."""
     if objective.has_pairs or objective.has_labels:
         judge.apply(_OF_PREFERENCES)
     for key in PAIR_COLUMNS:

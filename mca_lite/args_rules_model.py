@@ -385,7 +385,8 @@ def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
 
 
 def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
-    """Refuse a model that needs an optional part of this package whose files are missing."""
+    """Add a Problem to `judge` if the model needs an optional part of this package whose files are
+    missing."""
     family = _family_of(m)
     needed = {}
     if family is not None and family.stacked_experts:
@@ -399,8 +400,9 @@ def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
-    """Refuse a ddp_bucket_size with which the gate of overlapped shared experts fills a bucket
-    alone, if overlap_param_gather is on.
+    """Add a Problem to `judge` if ddp_bucket_size is so small that the gate weight of overlapped
+    shared experts fills a bucket alone, with overlap_param_gather. m: the model's sizes. a: the
+    run's arguments.
 
     megatron waits for a bucket's all-gather just before a module with parameters in the bucket
     runs. Overlapped shared experts run piecewise, so no such wait covers their gate.
@@ -425,8 +427,9 @@ def check_torch_packing(hf_config: Keys, judge: Judge) -> None:
     """Refuse packed rows on the torch backend if the model would let packed documents attend to
     each other.
 
-    Linear attention takes no mask, a mask would replace a sliding window, and families that
-    megatron-core does not train may ignore masks. hf_config: a transformers config.
+    Three kinds of models are refused: those with linear attention, which takes no mask; those with
+    a sliding window, which a mask would replace; and families that megatron-core does not train,
+    because they may ignore masks. hf_config: a transformers config.
     """
     config = hf_config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None

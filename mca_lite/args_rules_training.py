@@ -97,14 +97,14 @@ _RULES = (
 class Need(NamedTuple):
     """Keys that have no effect unless a condition holds.
 
-    keys: separated by spaces. condition: in the syntax of a Rule. setting: a line such as "bf16:
-    true" that fulfils it. is_harmless: True if such keys only give a note; otherwise they are
-    refused.
+    keys: separated by spaces. condition: as in Rule.when, such as "optim=adam". setting: a line
+    such as "bf16: true" that fulfils it. is_harmless: True if such keys only give a note; otherwise
+    they are refused.
     """
 
     keys: str
-    condition: str  # as in a Rule
-    setting: str  # a value that fulfils the condition
+    condition: str
+    setting: str
     is_harmless: bool = False
 
 
@@ -175,8 +175,8 @@ NEEDS = (
 
 
 def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
-    """Refuse keys that were changed and have no effect; for harmless ones, add a line to a.notes
-    instead."""
+    """Add a Problem to `judge` for each key that was changed from its default although its
+    condition in `needs` does not hold. For a harmless key, add a line to a.notes instead."""
     for need in needs:
         if judge.holds(need.condition):
             continue
@@ -394,8 +394,8 @@ def _check_best_model(a: Keys, judge: Judge) -> None:
 
 
 def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
-    """Add a Problem unless the Python package is installed. extra: the pip extra that
-    installs it."""
+    """Add a Problem to `judge` unless a Python package that the configuration key `key` needs is
+    installed. extra: the pip extra that installs it."""
     judge.expect(
         importlib.util.find_spec(package),
         key,
@@ -419,8 +419,8 @@ def check_additional_configs(a: Keys, judge: Judge) -> None:
 
 
 def _defect(name: str, value: object, types: dict[str, Any], takes: str) -> str:
-    """The reason to refuse an entry of a mapping; "" if there is none. types: the type for each
-    allowed name. takes: the reason for a name that is not among them."""
+    """The reason to refuse the entry {name: value} of a key that takes a mapping; "" if there is
+    none. types: the type for each allowed name. takes: the reason if `name` is not among them."""
     return _try_cast(value, types[name])[1] if name in types else takes
 
 

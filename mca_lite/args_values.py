@@ -226,24 +226,26 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
 
 
 def flag(text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key that is False by default. text, metadata: as in arg()."""
+    """A dataclass field for a key that is False by default. text: its help. metadata: other options
+    of arg()."""
     return arg(False, text, **metadata)
 
 
 def optional(text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key that is None by default. text, metadata: as in arg()."""
+    """A dataclass field for a key that is None by default. text: its help. metadata: other options
+    of arg()."""
     return arg(None, text, **metadata)
 
 
 def count(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key whose value is a number of at least 1. text, metadata: as in
-    arg()."""
+    """A dataclass field for a key whose value is a number of at least 1. text: its help. metadata:
+    other options of arg()."""
     return arg(default, text, low=1, **metadata)
 
 
 def amount(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key whose value is a number of at least 0. text, metadata: as in
-    arg()."""
+    """A dataclass field for a key whose value is a number of at least 0. text: its help. metadata:
+    other options of arg()."""
     return arg(default, text, low=0, **metadata)
 
 

@@ -95,13 +95,14 @@ class Backend(abc.ABC):
         forward_backward(forward_only=True). of_logits: a loss that replaces its cross entropy."""
 
     def places(self, batch: Batch) -> torch.Tensor | None:
-        """int64 indices of this rank's tokens in the rows of a batch, which context parallelism
-        splits; None if this rank has all tokens."""
+        """int64 [s / cp]: the positions in a batch's rows of the tokens that this context-parallel
+        rank has; None without context parallelism, because the rank then has all tokens."""
         return None
 
     def loss_columns(self, batch: Batch) -> dict[str, Any]:
-        """Move the columns of a batch that only losses read to this rank's device, and keep its
-        tokens of them -> the batch with these columns replaced."""
+        """Move the batch columns that only losses read to this rank's device; of columns per token,
+        only this context-parallel rank's tokens are kept -> the batch with these columns replaced.
+        """
         names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
         return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
@@ -137,7 +138,9 @@ class Backend(abc.ABC):
         chunks: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Run the schedule's forward pass only -> metrics per micro-batch; [] on pipeline stages
-        other than the last. chunks: from wrap_reference, to run instead of the trained model."""
+        other than the last. forward_step: megatron's forward_step_func, (iterator over
+        micro-batches, model) -> (output, loss function). chunks: from wrap_reference, to run
+        instead of the trained model."""
 
     @abc.abstractmethod
     def add_gradients(
@@ -278,9 +281,10 @@ class Backend(abc.ABC):
     def _take_divisor(
         self, denominator: float | None, times: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(divisor that finish_gradients() returns; factor for gradients that were divided by the
-        pending count, so that they end up divided by the divisor; None if it is 1). Resets the
-        pending count, which add_gradients() adds up."""
+        """(divisor, factor). divisor: what finish_gradients() returns for `denominator` and
+        `times`. factor: for gradients that were divided by the pending token count, so that they
+        end up divided by the divisor; None if it is 1. Resets the pending count, which
+        add_gradients() sums up."""
         count = self.pending.float().clamp(min=1)
         self.pending = None
         self._is_sent = False
@@ -330,12 +334,13 @@ class Backend(abc.ABC):
     def weigh_router_losses(
         self, micro_batches: list[Any], count_of_loss: Callable[[dict[str, Any]], float]
     ) -> None:
-        """Set the weight of each micro-batch's balancing losses in the coming step.
+        """Set the weight of the routers' balancing losses in the coming step, so that their mean
+        over all micro-batches that are not padding alone is added to the objective.
 
-        The objective adds their mean over all micro-batches that are not padding alone. But a
-        schedule divides by the token count of all ranks, or averages over micro-batches and ranks;
-        the weight undoes that. count_of_loss: the count that a micro-batch's loss is divided by.
-        Collective over data parallel ranks if there are balancing losses."""
+        A weight is needed because a schedule divides by the token count of all ranks, or averages
+        over micro-batches and ranks. count_of_loss(micro-batch): the count that its loss is divided
+        by. Collective over data parallel ranks if there are balancing losses.
+        """
         if self.statistics_of_routers is None or not self.losses_of_routers.on:
             return
         counts = [count_real_micro_batches(micro_batches), sum(map(count_of_loss, micro_batches))]

@@ -47,8 +47,9 @@ _ROUTERS = ("topkrouter", "moev1gate")
 
 
 def losses_of(config: Any, args: Keys) -> BalancingLosses:
-    """The coefficients of the balancing losses for a transformers model: those of the arguments, or
-    its family's where the arguments set none."""
+    """The coefficients of the routers' balancing losses for a transformers model. They come from
+    `args`; if moe_aux_loss_coeff is None there, that coefficient comes from `config`, the model's
+    config."""
     return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 

@@ -73,11 +73,12 @@ def _taken(
     per_sample: int,
     pad_token_id: int,
 ) -> dict[str, Any]:
-    """The batch with only some tokens: columns per token are indexed with `places`; columns per
-    document or sample become [n], without those of fillers; image columns stay as they are.
+    """A batch that keeps only some tokens. Columns per token are indexed with `places`; columns per
+    document or sample become [n], without the values of padding rows; image columns stay as they
+    are.
 
     places: indices into the flattened rows, -1 for padding; None keeps columns per token. lengths:
-    from document_lengths. per_sample: documents per sample.
+    from document_lengths(). per_sample: documents per sample.
     """
     taken = {}
     for name, column in batch.items():

@@ -50,8 +50,8 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 class TorchSnapshot:
     """Weights, and optionally optimizer state, of the torch backend, ready to be written. Only the
-    main rank keeps and writes them, because all ranks have the same. copy: as in MegatronSnapshot.
-    """
+    main rank keeps and writes them, because all ranks have the same. copy: function that copies a
+    tensor to host memory, so that later steps do not change it; None: Tensor.cpu."""
 
     def __init__(
         self, model: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
@@ -298,8 +298,9 @@ class Checkpoints:
 
     def resume(self, choice: str | bool | None) -> None:
         """Find the checkpoint to resume from, and load its state into the trainer and its
-        callbacks; without one neither changes. choice: as in ckpt_folder.find. Raises
-        CheckpointError if the checkpoint cannot be resumed from. Collective."""
+        callbacks; without one neither changes. choice: "auto" or True for the newest good one in
+        output_dir, or a path; None or False: none. Raises CheckpointError if the checkpoint cannot
+        be resumed from. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         say = trainer.report.print

@@ -352,9 +352,10 @@ def set_newer_aside(
     output_dir: str | os.PathLike[str], step: int, say: Callable[[str], None]
 ) -> None:
     """Rename checkpoints that are newer than `step`, from which a run resumes, to set-aside-*, and
-    say so.
+    report it through `say`, which prints a line.
 
-    Otherwise the next resume_from_checkpoint: auto would take them for checkpoints of this run."""
+    Otherwise the next resume_from_checkpoint: auto would take them for checkpoints of this run.
+    """
     for folder in all_folders(output_dir):
         if step_of(folder) > step:
             aside = _free_name(folder.with_name(f"set-aside-{folder.name}"))
@@ -378,9 +379,12 @@ def find(
     run starts anew.
 
     choice: "auto" or True takes the newest good one in output_dir, if any; a path takes that one;
-    None or False starts anew. Raises CheckpointError if the run starts anew beside checkpoints
-    without overwrite_output_dir, for a damaged path, if there are checkpoints and none is good, and
-    for a checkpoint of another model or backend or a newer version. Collective over all ranks."""
+    None or False starts anew. backend: the run's backend by name. identity: model_identity() of the
+    run's model. say: prints a line. Raises CheckpointError if the run starts anew beside
+    checkpoints without overwrite_output_dir, for a damaged path, if there are checkpoints and none
+    is good, and for a checkpoint of another model or backend or a newer version. Collective over
+    all ranks.
+    """
     is_new = choice in (None, False)
 
     def tidy() -> None:
@@ -402,8 +406,8 @@ def choose(
     identity: dict[str, Any],
     say: Callable[[str], None],
 ) -> Path | None:
-    """Find and verify the checkpoint to resume from, as find() does, without changing output_dir ->
-    its folder; None to start anew. Raises CheckpointError as find() does. Collective."""
+    """Find and verify the checkpoint to resume from, without changing output_dir -> its folder;
+    None to start anew. Arguments and errors are those of find(). Collective."""
     if choice not in (True, "auto"):
         refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")
@@ -427,10 +431,11 @@ def choose(
 
 def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
     """Verify a checkpoint -> text about its damage, the same on every rank; "" if there is none.
-    Collective over all ranks.
+    backend, identity: the run's, as in find(). Collective over all ranks.
 
     Raises CheckpointError for a readable manifest of a newer format, or of another backend or
-    model."""
+    model.
+    """
     try:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
     except CheckpointError as error:

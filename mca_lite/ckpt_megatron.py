@@ -488,8 +488,9 @@ STEPS = ("optimizer_steps", "tower_steps", "audio_tower_steps")
 
 
 def may_rest(parameter: Any) -> int:
-    """The index in STEPS of a parameter that a step without inputs for it does not update, such
-    as a vision tower's in a step without images; 0 for others."""
+    """Index of the count in STEPS for a parameter's updates: 0 if every step updates the parameter;
+    otherwise the index for its kind of input, such as images, because steps without such inputs
+    skip it."""
     return getattr(parameter, "may_rest", 0)
 
 
@@ -518,7 +519,9 @@ def _optimizer_to_write(
     copy: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """{number: sharded tensor} of the optimizer states that this rank writes, each assembled from
-    the pieces of a distributed optimizer. Collective, parameter by parameter."""
+    the pieces of a distributed optimizer. tensors, holders: each parameter's sharded tensor and
+    _Holders, by its id. copy: makes copies to write, or None. Collective, parameter by parameter.
+    """
     owned = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in owned_parameters(optimizer, models)
@@ -546,8 +549,10 @@ def _optimizer_to_write(
 
 
 def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
-    """This rank's piece of one optimizer state, or of the float32 "master" weights, flat and
-    float32; zeros for a state before the first step."""
+    """This rank's piece of one optimizer state, flat and float32, on the parameter's device; zeros
+    for a state before the first step. inner, main, cut: from owned_parameters(): the torch
+    optimizer, the tensor that it steps, its slice of the parameter. name: the state's, or "master"
+    for the float32 weights."""
     state = inner.state.get(main, {}).get(name)
     if name == "master":
         state = inner.master(main) if isinstance(inner, AdamW) else main
@@ -558,8 +563,9 @@ def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
 
 
 def _join(part: Any, parameter: Any, group: Any, writer: int, pieces: dict[str, Any]) -> Any:
-    """Assemble one whole optimizer state on the writing rank from the pieces of all ranks; None on
-    other ranks. part: this rank's piece, or None. Collective."""
+    """Assemble one whole optimizer state of a parameter on the rank `writer` of `group` -> the
+    state there; None on other ranks. part: this rank's piece, or None. pieces: {rank: (start,
+    stop)}, where the ranks' pieces lie in the flat parameter. Collective."""
     me = group.rank()
     if me != writer:
         parallel.exchange({writer: part} if me in pieces else {}, {}, group)
@@ -581,8 +587,9 @@ def _fill_optimizer(
     of_kinds: list[int],
 ) -> None:
     """Fill the optimizer states that this rank steps, in place. The device also holds the whole
-    states of one parameter at a time. fill_all: fills sharded tensors from the files. of_kinds: the
-    counts of updates, by STEPS."""
+    states of one parameter at a time. tensors: each parameter's sharded tensor, by its id.
+    fill_all: fills a list of sharded tensors from the files. of_kinds: the counts of updates, in
+    the order of STEPS."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]

@@ -211,8 +211,8 @@ def show_document(
 def describe_files(
     spec: DatasetSpec, formats: list[str], facts: str, objective: Objective
 ) -> list[str]:
-    """Report lines for a dataset: each file with its record format, then a line with `facts`.
-    formats: one per file of `spec`."""
+    """Report lines for a dataset: each file with its record format, then one with the dataset's
+    name and `facts`, such as counts. formats: one per file of `spec`."""
     ending = "-chosen-rejected records" if objective.has_pairs else " records"
     files = zip(spec.files, formats, strict=True)
     return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}"]
@@ -278,9 +278,10 @@ def load_datasets(
 
     data_args: DataArguments. stage: a row of OBJECTIVES, such as "sft"; it decides what a sample
     is. tokenizer: its chat template may be replaced in place, as the keys say, so that an export
-    has it too. seed: for val_size, mixing and the order of a stream. media: the model's.
-    stream_args: StreamArguments; None: nothing is streamed. Not collective: one of the processes
-    that share cache_dir tokenises what is not streamed, and the others wait for its files.
+    has it too. seed: for val_size, mixing and the order of a stream. media: reads the model's
+    images and other inputs than text. stream_args: StreamArguments; None: nothing is streamed. Not
+    collective: one of the processes that share cache_dir tokenises what is not streamed, and the
+    others wait for its files.
 
     Raises ConfigError for wrong keys; ValueError for unusable input or a dataset without samples.
     """

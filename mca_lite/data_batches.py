@@ -64,7 +64,7 @@ def _given_by(giver: str) -> dict[str, Column]:
 
 def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise ValueError for columns that have values, are not in `known`, and are not harmless (such
-    as an "id"). Otherwise they would be ignored in silence."""
+    as an "id"). Otherwise they would be ignored in silence. whose: the beginning of the message."""
     passing = _HARMLESS.union(known)
     more = [name for name in columns if name not in passing]
     more = [name for name in more if str(columns[name]) not in _NOTHING]
@@ -697,8 +697,9 @@ def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
 
 
 class View(Dataset):
-    """Base class for views of a dataset that change the columns of its documents. work and identity
-    are the dataset's, or None."""
+    """Base class for views of a dataset that change the columns of its documents. work (the cost of
+    each sample, for balancing ranks) and identity are copied from the dataset; None if it has none.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

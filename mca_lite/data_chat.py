@@ -90,8 +90,8 @@ class _Style:
 
     prompted: True if the prompt with add_generation_prompt is the beginning of the conversation.
     header: the text that add_generation_prompt adds, which opens an answer. lead: untrained text
-    between the prompt and the answer. closing: the text that ends a turn, usually an end-of-turn
-    token. inner: the same for answers that are not the last. tail: all text after the answer.
+    between the prompt and the answer. closing: the text that ends the last turn, usually an
+    end-of-turn token. inner: the text that ends an earlier answer. tail: all text after the answer.
     """
 
     prompted: bool
@@ -147,7 +147,7 @@ def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, data_args: Keys, media: Media = TEXT
 ) -> tuple["ChatRenderer", list[str]]:
     """(the run's ChatRenderer, report lines), from the DataArguments. The tokenizer's chat template
-    is set from the keys, in place. media: the model's.
+    is set from the keys, in place. media: reads the model's images and other inputs than text.
 
     Raises ConfigError for an unreadable template file or a wrong end_of_answer; ValueError for a
     tokenizer without character offsets, an unknown `template`, and a template that fails or does
@@ -213,9 +213,10 @@ def _set_template(
 class ChatRenderer:
     """Renders conversations with the tokenizer's chat template, and finds the spans of the answers.
 
-    enable_thinking: a variable of the template; None: not passed. media: the model's. ends: if
-    given, each answer ends with one of these tokens; the first is added where none follows. Raises
-    ValueError for a tokenizer without character offsets (one that is not fast).
+    enable_thinking: a variable of the template; None: not passed. media: reads the model's images
+    and other inputs than text. ends: if given, each answer ends with one of these tokens; the first
+    is added where none follows. Raises ValueError for a tokenizer without character offsets (one
+    that is not fast).
     """
 
     def __init__(
@@ -296,8 +297,8 @@ class ChatRenderer:
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
-        """Do the work of render() for a conversation with a chat template. It is called on a copy
-        of the renderer, because it sets the copy's template and tools."""
+        """Render a conversation with a chat template -> its samples; trained: as in render(), which
+        calls this on a copy of the renderer, because the copy's template and tools are set here."""
         expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
@@ -343,8 +344,8 @@ class ChatRenderer:
         return _for_template(messages, conversation.tools, template)
 
     def open_text(self, conversation: Conversation) -> str:
-        """Do the work of prompt(). It is called on a copy of the renderer that has the
-        conversation's options, because it sets the copy's tools."""
+        """The prompt for a conversation's next answer. prompt() calls this on a copy of the
+        renderer that has the conversation's options, because the copy's tools are set here."""
         messages, self._tools = self._for_template(conversation)
         return self._render(messages, prompt=True)
 

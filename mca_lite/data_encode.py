@@ -117,7 +117,8 @@ class Tally:
         self.places = later.places | self.places
 
     def lines(self) -> list[str]:
-        """Report lines: each text with its count and the place of its first record."""
+        """Report lines, one per kind of event: how many records it concerns, and where the first
+        is."""
         places = self.places.items()
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
@@ -323,8 +324,9 @@ class Encoder:
         return kept, tally
 
     def _render(self, where: str, content: Any, tally: Tally) -> list[Rendered]:
-        """A record's documents as text. [] if it is left out, because an answer is empty or both
-        are the same; `tally` counts it. Raises ValueError for an unusable record."""
+        """A record's documents as text. [] if the record is left out, because an answer is empty or
+        chosen and rejected are the same; `tally` counts it. Raises ValueError for an unusable
+        record."""
         if isinstance(content, ValueError):
             raise content
         text = str(content)
@@ -361,15 +363,14 @@ class Encoder:
         ]
 
     def _placed(self, rendered: Rendered, media: tuple[Any, ...], where: str) -> Rendered:
-        """The rendered text, with those inputs of its conversation, such as images, that occur in
-        it, and with their sizes."""
+        """`rendered` with the images and other inputs of its conversation (`media`) that occur in
+        its text, and with their sizes."""
         placed = self.media.placed(rendered.text, media, where)
         return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 
     def check_size(self, size: int, where: str) -> None:
         """Raise ValueError, that names `where`, for a text much longer than cutoff_len keeps,
-        because tokenising takes 300 bytes of memory per character. Texts to be joined may have any
-        size."""
+        because tokenising takes 300 bytes per character. Texts to be joined may have any size."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
         expect(
             size <= most or self.joins,
@@ -465,8 +466,8 @@ class Encoder:
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
-        """True if a sample is left out, because a document has no trained token or both answers
-        have the same tokens; `tally` counts it."""
+        """True if a sample is left out: a document has no trained token, or chosen and rejected
+        have the same tokens. `tally` counts it."""
         first, *others = documents
         if not all(map(num_learned, documents)):
             what = f"{self.units} have no token to train on and were left out"
@@ -667,8 +668,8 @@ def hash_of(facts: object) -> str:
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """The sha256 of a file's content. A large file's hash is kept in cache_dir for its path, size
-    and time, unless the file has just been written."""
+    """The sha256 of a file's content. For 64 MiB and more it is cached in cache_dir by path, size
+    and modification time, unless the file was written just now."""
     stat = path.stat()
     # a file written just now may change again within the same clock tick
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
@@ -807,14 +808,15 @@ def damage(folder: Path) -> str | None:
 
 
 class Shard:
-    """The tokenised samples of a dataset. `shard[r]` is a list of documents {"input_ids",
-    "labels"}, int64 [n] each, with shifted labels: labels[t] is the token after input_ids[t], or
-    IGNORE_INDEX. A document may have more columns: registered ones, per-token arrays, and those of
-    `media`.
+    """The tokenised samples of a dataset. `shard[r]` is the list of documents in sample r:
+    {"input_ids", "labels"}, int64 [n] each. Labels are shifted: labels[t] is the token after
+    input_ids[t], or IGNORE_INDEX. Documents may have more columns: registered ones, per-token
+    arrays, pixels and the like.
 
-    document_lengths int64 [samples, documents per sample]: each n. learned int64 [samples]: labels
-    other than IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta: content of
-    meta.json. tally: counts of records. identity: a hash of its files, keys and tokenizer.
+    document_lengths: int64 [samples, documents per sample], number of input_ids. learned: int64
+    [samples], number of labels other than IGNORE_INDEX. columns: [documents, registered columns],
+    NaN where there is no value. meta: content of meta.json. tally: how many records were bad, cut
+    or noted. identity: a hash of files, keys and tokenizer.
     """
 
     def __init__(

@@ -135,7 +135,8 @@ def kind_of(file: str | Path) -> str:
 
 
 def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str, str]:
-    """{file: kind} for a dataset on the Hugging Face hub, downloaded unless cached.
+    """{file: kind} for a dataset on the Hugging Face hub, downloaded unless cached. here: where the
+    dataset is named, for messages.
 
     entry: the dataset's keys in dataset_info.json. They select the files below `folder` and
     `subset` whose path contains the word `split`. The default is train, or all files if no path
@@ -220,8 +221,9 @@ TAGS = {
 def _declared(
     name: str, entry: dict[str, Any], folder: Path, objective: Objective, here: str
 ) -> DatasetSpec:
-    """The DatasetSpec for an entry of dataset_info.json, with its files. Raises ValueError for a
-    declaration that cannot be followed."""
+    """The DatasetSpec for the entry `name` of a dataset_info.json in `folder`, with its files.
+    here: where the entry is, for messages. Raises ValueError for a declaration that cannot be
+    followed."""
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
     usable = list(_TEXT_COLUMNS)

@@ -330,8 +330,10 @@ class Format:
     fits(record, spec, pairs): True if the record has this format; pairs: True for preference pairs.
     prompt(record, spec, where), answer(record, spec, where): the messages of prompt and answer;
     ValueError that names `where` ("file:line") for a wrong record.
-    alone: text for error messages, the columns of a single conversation; None: the format has none.
-    in_pairs: the same for the columns of a pair besides chosen and rejected; None: it has no pairs.
+    alone: for error messages, the columns of a record with one conversation; None: the format has
+    no such records.
+    in_pairs: for error messages, the columns of a pair besides chosen and rejected; None: the
+    format has no pairs.
     """
 
     fits: Callable[..., Any]
@@ -487,9 +489,10 @@ def conversations(
     """The conversation in a record; two for a pair, chosen and rejected, with the same messages
     before the last one.
 
-    form: a name in FORMATS. default_system: for a record without a system message. ignored: message
-    keys to drop. media: the model's. labelled: True if an answer has a label, which label_of reads.
-    Raises ValueError that names `where` for an unusable record.
+    form: a name in FORMATS. pairs: True for a stage that trains preference pairs. default_system:
+    for a record without a system message. ignored: message keys to drop. media: reads the model's
+    images and other inputs than text. labelled: True if an answer has a label, which label_of
+    reads. Raises ValueError that names `where` for an unusable record.
     """
     row = FORMATS[form]
     options = _template_options(record, where)

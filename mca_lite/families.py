@@ -579,9 +579,9 @@ def needs_file(values: dict[str, Any]) -> bool:
 
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
-    """Refuse a config.json whose model_type the backend does not train; the Problem is added to
-    `judge`. Without use_mca causal language models of transformers pass too, unless they belong to
-    an optional part whose files are missing."""
+    """Add a Problem to `judge` if the backend cannot train the model_type in a config.json. With
+    use_mca: false, causal language models of transformers pass too. A model whose layers or inputs
+    need an optional part of this package is refused if that part's files are missing."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return

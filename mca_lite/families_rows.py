@@ -366,7 +366,8 @@ class Family:
     transformers config for the other fields.
     refusals: config.json keys, separated by spaces, whose unsupported values raise an error.
     prediction: the key with the number of multi-token prediction layers, if the family has any.
-    vision_parts, inputs: the modules of a vision tower and its projector, and their row in INPUTS.
+    vision_parts: {part of the model, such as a vision tower: its Hugging Face modules}. inputs: the
+    row in INPUTS for a model that reads other inputs than text, or "".
     unused: patterns of checkpoint tensors that at most multi-token prediction layers read.
     prefixes, stacked_experts, renamed: how names and experts in files differ from transformers'
     modules.

@@ -354,8 +354,8 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinker_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The thinker_config in a config.json, for a model that also generates speech, of which the
-    thinker is trained; the whole config.json for other models."""
+    """The part of a config.json that describes the trained model: thinker_config if the model also
+    generates speech, because only its thinker (the language model) is trained; else everything."""
     return values.get("thinker_config") or values
 
 

@@ -27,14 +27,14 @@ IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 class Request(NamedTuple):
-    """The arguments of Finetuning.plan. host(): returns the model to plan for: any model or config
-    that hosts.host_of takes.
-    """
+    """The arguments of Finetuning.plan. arguments: RunArguments. config: a McaModelConfig or
+    transformers config. host(): returns the model to plan for, any that hosts.host_of takes.
+    num_new: number of new tokens in the vocabulary."""
 
-    arguments: Any  # RunArguments
-    config: Any  # McaModelConfig, or transformers'
+    arguments: Any
+    config: Any
     host: Callable[[], Any]
-    num_new: int = 0  # new tokens in the vocabulary
+    num_new: int = 0
 
 
 class Finetuning:
@@ -73,9 +73,9 @@ class Finetuning:
     def trained_of_language(
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
-        """Hook: the language model's modules that the configuration keys leave trainable; here all.
-        weights: its weights (hosts.Weight). num_layers: its decoder layers.
-        """
+        """Hook: names of the language model's modules that the configuration keys leave trainable;
+        here all. weights: the language model's, as hosts.Weight. num_layers: number of decoder
+        layers."""
         return {module for weight in weights for module in weight.modules}
 
     @classmethod
@@ -157,9 +157,8 @@ class Finetuning:
         return None
 
     def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
-        """Hook: set the first values of the tensors that a subclass adds, from source(key,
-        shape).
-        """
+        """Hook: set the first values of the tensors that a subclass adds to the model, in place, to
+        what source(key, shape) returns."""
 
     # -- checkpoints
 

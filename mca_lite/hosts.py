@@ -28,12 +28,14 @@ from .weights_files import NamedTensors
 
 class Weight(NamedTuple):
     """A unit that modules_to_save can choose: one weight of a megatron model, or all parameters of
-    one module of a transformers model."""
+    one module of a transformers model. key: the name by which a MegatronHost or TorchHost knows it.
+    modules: its Hugging Face modules, which can only be trained together. is_tied: True if it is
+    both embedding and head."""
 
-    key: Any  # how the host names it
-    modules: tuple[str, ...]  # Hugging Face modules, only trainable together
+    key: Any
+    modules: tuple[str, ...]
     is_expert: bool = False
-    is_tied: bool = False  # the embedding and the head are one matrix
+    is_tied: bool = False
 
 
 def host_of(model: Any) -> "MegatronHost | TorchHost":
@@ -79,15 +81,15 @@ class MegatronHost:
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def weights(self) -> Iterator[Weight]:
-        """Yield a Weight for each weight of the whole model, in layer order, on whatever rank it
-        is."""
+        """Yield a Weight for each weight of the whole model, in layer order; weights on other ranks
+        are included."""
         for row, layer in in_layer_order(self.config):
             is_tied = self.is_tied and row.mca in VOCABULARY
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """Yield (key, this rank's shard, True if trainable) for each weight of this rank."""
+        """Yield (Weight.key, this rank's shard, True if trainable) for each weight of this rank."""
         for key, view in own_parameters(self.models).items():
             yield key, view, stacked(view).requires_grad
 
@@ -101,13 +103,15 @@ class MegatronHost:
                 parameter.requires_grad_(True)
 
     def read(self, keys: Collection[str]) -> NamedTensors:
-        """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these keys, on
-        global rank 0 only. All ranks must iterate to the end. Collective, as iter_hf_tensors()."""
+        """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these Weight.keys,
+        on global rank 0 only. All ranks must iterate to the end. Collective, as iter_hf_tensors().
+        """
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill this rank's shards of the weights with these keys, in place, from source(name,
-        shape). Raises ValueError for another shape. All ranks must call it."""
+        """Fill this rank's shards of the weights with these Weight.keys, in place. source(name,
+        shape): returns a tensor by Hugging Face name. Raises ValueError for another shape. All
+        ranks must call it."""
         fill(self.models, source, keys)
 
 
@@ -172,14 +176,15 @@ class TorchHost:
             parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
 
     def read(self, keys: Collection[str]) -> NamedTensors:
-        """Yield (name, copy on the CPU) of the parameters in these modules, on global rank 0
-        only."""
+        """Yield (name, copy on the CPU) of the parameters in the modules named `keys`, on global
+        rank 0 only."""
         for name, parameter in self.model.named_parameters():
             if parallel.is_main() and module_of(name) in keys:
                 yield name, parameter.detach().to("cpu", copy=True)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill the parameters in these modules, in place, from source(name, shape)."""
+        """Fill the parameters in the modules named `keys`, in place. source(name, shape): returns a
+        parameter's values."""
         for name, parameter in self.model.named_parameters():
             if module_of(name) in keys:
                 parameter.detach().copy_(source(name, tuple(parameter.shape)))

@@ -77,7 +77,8 @@ class Media:
         return found if isinstance(found, list) else [found]
 
     def values_of(self, record: dict[str, Any], columns: dict[str, Any], where: str) -> list[Any]:
-        """of_columns(). ValueError, naming `where`, if an `unread` column has a value."""
+        """The image values in a record's columns, as of_columns() returns them. ValueError, naming
+        `where`, if an `unread` column has a value."""
         for column in self.unread:
             expect(
                 not record.get(columns.get(column, column)),
@@ -190,8 +191,9 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[tuple[str, bool], ...]:
-        """(name within the module, True for the matrix of a linear) for each tensor of the input
-        modules. Base class: ()."""
+        """(name, True if it is the weight matrix of a torch Linear) for each parameter in the
+        modules for inputs other than text, such as the vision tower; () in this base class, for
+        text models. Names are relative to the module that contains them all."""
         return ()
 
     @property
@@ -278,10 +280,10 @@ class Inputs:
     # -- on both
 
     def rests(self, micro_batches: Any) -> set[int]:
-        """The kinds of input (ckpt_megatron.may_rest) that no micro-batch of a step has, on any
-        rank. The optimizer then skips their modules; otherwise it would decay weights and moments
-        without a gradient. Collective, and called only if input modules are trained. Base class:
-        none."""
+        """The kinds of input, as indices in ckpt_megatron.STEPS, that no micro-batch of a step has,
+        on any rank. The optimizer then skips their modules; otherwise it would decay weights and
+        moments without a gradient. Collective, and called only if input modules are trained. Base
+        class: none."""
         return set()
 
     def work(self, model: Any) -> InputWork | None:

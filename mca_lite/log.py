@@ -138,15 +138,18 @@ class Throughput:
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a model that decide the cost of a token, from a config of either backend."""
+    """The sizes of a model that decide the cost of a token, from a config of either backend.
+    weights: number of weights that a token is multiplied with. core: half the query and value
+    channels, summed over heads and layers. mlp_weights: per layer, on average; of experts those
+    that a token uses. linear: multiplications per token in linear attention, besides weights."""
 
-    weights: float  # weights that are multiplied with a token
-    core: float  # half the query and value channels, summed over heads and layers
+    weights: float
+    core: float
     num_layers: int
     hidden_size: int
     vocab_size: int
-    mlp_weights: float  # per layer, on average; with experts only those that a token uses
-    linear: float = 0.0  # multiplications per token in linear attention, besides weights
+    mlp_weights: float
+    linear: float = 0.0
 
     def cost(self, tokens: Any, squares: Any) -> Any:
         """Multiplications in a forward pass over documents with `tokens` tokens in all, and
@@ -155,8 +158,9 @@ class ModelSizes(NamedTuple):
         return (self.weights + self.linear) * tokens + self.core * squares
 
     def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
-        """A copy for counting FLOPs: weights, core and linear are multiplied by `count`, a number
-        of forward passes, and the same sizes of `others` are added."""
+        """Sizes for several forward passes, to count FLOPs: weights, core and linear are multiplied
+        by `count`, the number of passes; those of `others`, another model that runs too, are added.
+        """
         sums = {name: count * getattr(self, name) for name in ("weights", "core", "linear")}
         if others is not None:
             sums = {name: size + getattr(others, name) for name, size in sums.items()}
@@ -166,14 +170,16 @@ class ModelSizes(NamedTuple):
 @dataclass(frozen=True)
 class ModelWork:
     """The model's sizes on which a step's FLOPs depend; the formulas are at the top of this file.
-    reference: sizes for forward passes without a backward pass."""
+    frozen, trained: weights that a token is multiplied with. core, linear: as in ModelSizes. below,
+    core_below, linear_below: the same in layers without a backward pass. reference: sizes for
+    forward passes without a backward pass. inputs: FLOPs of a vision tower."""
 
     frozen: float = 0.0
     trained: float = 0.0
     core: float = 0.0
     reference: ModelSizes | None = None
     inputs: InputWork | None = None
-    below: float = 0.0  # weights in layers without a backward pass
+    below: float = 0.0
     core_below: float = 0.0
     linear: float = 0.0
     linear_below: float = 0.0

@@ -393,7 +393,8 @@ def _pairs(factors: Sequence[torch.Tensor], rows: Any) -> list[tuple[torch.Tenso
 def _converted(
     gradients: Sequence[Any], factors: Sequence[torch.Tensor], convert: Callable[..., Any]
 ) -> list[Any]:
-    """convert(gradient, dtype=its factor's dtype) for each gradient; None stays None."""
+    """Convert each gradient to its factor's dtype, with convert(gradient, dtype=...); None stays
+    None."""
     pairs = zip(gradients, factors, strict=True)
     return [g if g is None else convert(g, dtype=tensor.dtype) for g, tensor in pairs]
 
@@ -548,12 +549,14 @@ def token_losses(
     global token ids. group: the tensor-parallel group (None: one rank). vocab_size: the real V;
     later columns are ignored (None: no padding columns). chunk_size: rows of logits in memory at
     once (None: 4096 on CUDA, 1024 on a CPU and with of_logits). extra: (low [..., r], B [V/tp, r]),
-    whose product is added to the logits. softcap: c in c tanh(z / c). weights_differ: True if rows
-    will have different weights in the objective, so that computing gradients in the forward pass
-    would be wasted; gradients are right either way. of_logits: a loss in place of cross entropy; if
-    it gives [n, k], the result is [..., k]. trained: int64 [n], indices of labels that are not
-    IGNORE_INDEX (None: found here, with a GPU sync). sequence_first: True if labels are [s, b], not
-    [b, s], for Logits.take.
+    whose product is added to the logits. softcap: c in c tanh(z / c). weights_differ: True if the
+    objective weights the losses of tokens differently, so that the gradients of a trained weight
+    must be computed in the backward pass; otherwise cross entropy computes them in the forward
+    pass, and the backward pass only scales them. The gradients are the same either way. of_logits:
+    a loss in place of cross entropy; if it gives [n, k], the result is [..., k]. trained: int64
+    [n], indices of labels that are not IGNORE_INDEX (None: computed here, with a GPU sync).
+    sequence_first: True if labels are [s, b] instead of [b, s]; an of_logits that reads batch
+    columns depends on it.
 
     Collective over `group`: cross entropy takes one all-gather per chunk in the forward pass; with
     of_logits, the collectives are those that it calls, in both passes. The gradient of hidden is

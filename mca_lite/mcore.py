@@ -24,7 +24,7 @@ class MegatronVersionError(UserError, ImportError):
 
 
 def check_version(version: str) -> None:
-    """Raise MegatronVersionError for a version outside of SUPPORTED."""
+    """Raise MegatronVersionError if this version of megatron-core is outside SUPPORTED."""
     if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
         text = f"megatron-core {version} is installed, expected {SUPPORTED}: "
         raise MegatronVersionError(f"{text}pip install 'megatron-core{SUPPORTED}'")

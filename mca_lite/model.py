@@ -352,10 +352,11 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """Yield (name, layer, tensor), named as by global_name, for each parameter except adapters
+        """Yield (name, layer index or None, tensor) for each parameter on this rank except adapters
         of experts, and for the buffers that Hugging Face files contain: router biases and layer
-        scalars. Each of this rank's stacked experts is yielded by itself, as views with names such
-        as "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
+        scalars. Names are global_name's, in which {} stands for the layer index. Stacked experts
+        are yielded one by one, as views with the expert's index in the layer, such as
+        "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
         for name, parameter in (*self.named_parameters(), *buffers):

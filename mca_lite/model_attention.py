@@ -37,11 +37,12 @@ from .tables import CORE_ATTENTIONS, function_of
 
 class Rope(NamedTuple):
     """Constants of the rotary embedding for one layer type, such as "sliding_attention". inv_freq:
-    inverse frequencies. factor: multiplies cos and sin. interleaved: rotated pairs are neighbouring
-    channels, not channels half a head apart.
+    inverse frequencies [rotary_dim / 2]. factor: multiplies cos and sin. interleaved: rotated pairs
+    are neighbouring channels, not channels half a head apart.
 
-    long: with longrope, the inverse frequencies of a micro-batch with a document (or a padded row)
-    of more than `limit` tokens; ()."""
+    long: with longrope, the inverse frequencies for a micro-batch with a document (or a padded row)
+    of more than `limit` tokens; () for other models.
+    """
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
     factor: float  # multiplies cos and sin
@@ -74,7 +75,8 @@ def rope_frequencies(
     config: TransformerConfig, layer_type: str = "full_attention", length: int | None = None
 ) -> tuple[torch.Tensor, float]:
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
-    for one layer type. length: tokens, which only longrope reads; None: few.
+    for one layer type. length: tokens in the sequence, on which only longrope's frequencies depend;
+    None: those for short sequences.
 
     transformers' own functions compute scaled variants such as linear, llama3 and yarn, so that the
     values equal Hugging Face's.

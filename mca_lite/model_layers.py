@@ -185,7 +185,8 @@ class Layer(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of the layer, with the norms renamed as in `names`."""
+        """{name: megatron's ShardedTensor} of the layer. Norms are named as Transformer Engine's
+        layers name them (Layer.names), so that both implementations read the same checkpoint."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
         return state

@@ -205,11 +205,10 @@ class RouterStatistics:
         group: dist.ProcessGroup | None = None,
         experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss that a layer's router adds for a micro-batch, times loss_weight. Its parts,
-        without coefficients, are also added to the layer's row.
-
-        Arguments and collective are those of balancing_parts.
-        """
+        """The loss that the router of layer `layer` adds for a micro-batch, times loss_weight. The
+        balancing loss and z loss, without coefficients, are also added to the layer's row. losses:
+        the coefficients. Other arguments are those of balancing_parts, and so is the all-reduce
+        over `group`."""
         balance, z, tokens = balancing_parts(
             logits, real, losses.kind, topk, score_function, group, experts
         )
@@ -225,7 +224,7 @@ class RouterStatistics:
 
     def take(self, losses: BalancingLosses) -> dict[str, Any]:
         """Metrics of the routers over all ranks, for the log; {} if no expert was chosen since the
-        last call. Resets this rank's counts. Collective.
+        last call. losses: which losses are on. Resets this rank's counts. Collective.
 
         expert_load: for each MoE layer, choices per expert divided by their mean.
         expert_load_max, expert_load_min: the load of a layer's busiest and of its least busy
@@ -441,7 +440,8 @@ class LocalDispatcher(Dispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dispatcher's method. Beside quantised weights rows.again() copies the rows once more."""
+        """Copy tokens to rows sorted by expert, like Dispatcher. If hidden_states has a function
+        `again`, which computes it once more beside quantised weights, the rows get one too."""
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         again = getattr(hidden_states, "again", None)
         if again is not None:
@@ -533,11 +533,12 @@ class ExpertBiases(torch.nn.Module):
 
 
 class Experts(MegatronModule):
-    """SwiGLU experts with stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f].
+    """SwiGLU experts with stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f], for
+    the n experts on this rank. See forward() for its inputs.
 
-    add_moe_bias: also biases [n, 2, f] and [n, h]; the latter are whole on each
-    expert-tensor-parallel rank.
-    activation_func_clamp_value: clamp the gate, and up with 1 added, as in gpt-oss (kernels.py).
+    add_moe_bias: experts have biases too, [n, 2, f] and [n, h], and gpt-oss's activation: gate and
+    up are clamped to activation_func_clamp_value, then 1 is added to up. Expert tensor parallelism
+    does not split the [n, h] biases.
     moe_grouped_gemm: one grouped GEMM for all experts; otherwise, or if rows are no multiple of 16
     bytes, a loop over experts.
     """

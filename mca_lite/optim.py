@@ -201,11 +201,12 @@ class SplitMasterOptimizer(FP32Optimizer):
 
 
 def splits_masters(args: TrainingArguments, params_dtype: torch.dtype, is_whole: bool) -> bool:
-    """True if SplitMasterOptimizer is used; the same on all ranks.
+    """True if the run uses SplitMasterOptimizer; the same on all ranks.
 
-    It needs an optimizer that supports it (OPTIMIZERS), bf16 weights, and that whole weights are
-    trained (is_whole): with adapters it is not used. The distributed and the offloaded optimizer
-    store masters elsewhere."""
+    It is used if the optimizer supports it (see OPTIMIZERS), weights are bf16, and whole weights
+    are trained rather than adapters (is_whole). It is not used with the distributed optimizer or
+    with optimizer_cpu_offload, which store master weights themselves.
+    """
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and is_whole
     return is_half and OPTIMIZERS[args.optim].halves is not None and not elsewhere

@@ -43,7 +43,8 @@ def free_memory() -> float:
 
 
 def states_to_come(optimizer: Any, args: Any) -> float:
-    """Bytes of optimizer states on the device that the first update will create."""
+    """Upper bound for the bytes on the device of the optimizer states that the first update will
+    create. A matrix that muon updates is counted with the states of Adam."""
     row = OPTIMIZERS[args.optim]
     widths = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
     of_value = sum(widths[getattr(args, f"{name}_dtype", "fp32")] for name in row.states)

@@ -283,9 +283,13 @@ def _loss(
 
 
 def _passing(config: Any, layers: Sequence[int], r: RankSizes, tokens: float) -> float:
-    """Bytes of the gradients of one layer's MLP or experts in its backward pass: of the columns
-    before the activation, and of its output. The largest of `layers`. Measured on one H200, 8B
-    with adapters in rows of 32,768 to 131,072 tokens: 4 f + 2 h a token."""
+    """Bytes of the gradients that the backward pass of one MLP, or of one layer's experts, holds at
+    once: the gradient before the activation (gate and up) and the gradient of the MLP's output. The
+    maximum over `layers`. tokens: number of tokens on this rank.
+
+    Measured on one H200, 8B with adapters in rows of 32,768 to 131,072 tokens: 4 f + 2 h bytes per
+    token, with f columns in the MLP and hidden size h.
+    """
     largest = 0.0
     for layer in layers:
         columns = config.ffn_hidden_size / r.tp

@@ -111,10 +111,10 @@ def _is_match(target: str, candidate: Keys) -> bool:
 def check_other_model(
     folder: str | os.PathLike[str], spec: LoraSpec, candidates: list[Any], judge: Judge
 ) -> None:
-    """Add a Problem to `judge` if this model lacks modules that a saved adapter has, because then
-    the adapter was trained on another model. spec: the adapter's; its targets are whole names.
-    folder: for the message.
-    """
+    """Add a Problem to `judge` if a saved adapter has modules that this model lacks, because it was
+    then trained on another model. spec: the adapter's settings, whose targets are complete module
+    names. candidates: this model's modules that can have an adapter, as Candidates. folder: the
+    adapter's folder, for the message."""
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
         spec.targets and not unknown,

@@ -73,8 +73,8 @@ def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iter
 
 
 def check(m: Keys, a: Keys, judge: Judge) -> None:
-    """Report to `judge` multi-token prediction keys that the model does not support. m: the model's
-    config, a: the run's arguments (as in args_rules_model)."""
+    """Report to `judge` keys for multi-token prediction that the model does not support. m: the
+    model's sizes, a McaModelConfig or args_rules_model.numbers_of(). a: the run's arguments."""
     having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
     if str(m.hf_model_type) in FAMILIES.keys() - having.keys():
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"

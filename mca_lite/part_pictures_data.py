@@ -848,7 +848,8 @@ class PictureFile:
         self.end = 0  # size of pictures.jsonl so far
 
     def add(self, pictures: Sequence[Placed]) -> int:
-        """Append a document's images, if it has any -> the new size of pictures.jsonl."""
+        """Append a document's images to the store -> the size of pictures.jsonl afterwards, in
+        bytes. Without images nothing is written."""
         if not pictures:
             return self.end
         records = []

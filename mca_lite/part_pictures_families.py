@@ -29,9 +29,9 @@ _VISION_PARTS = {
 
 
 def _with_pictures(text: Family, **changes: Any) -> Family:
-    """The Family of a model with images whose language model is that of the family `text`: names
-    get the prefix "model.language_model.", and the vision module is added. changes: further fields
-    to set."""
+    """The Family of a vision-language model, made from the Family of its language model, `text`:
+    Hugging Face's names get the prefix "model.language_model.", and a vision tower is added.
+    changes: other fields of Family to replace."""
     rows = []
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)

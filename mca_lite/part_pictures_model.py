@@ -152,7 +152,7 @@ def _product_of_patches(convolution: torch.nn.Module, patches: torch.Tensor) -> 
 
 
 def whole_config(hf_config: dict[str, Any]) -> Any:
-    """transformers' config object for the contents of a model's config.json."""
+    """transformers' config object, vision part included, for a config.json's contents."""
     import transformers
 
     return transformers.AutoConfig.for_model(**copy.deepcopy(hf_config))

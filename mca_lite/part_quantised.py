@@ -454,9 +454,9 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
 
 
 def base_weights(config: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A function (HF name, CPU tensor of the quantised model) -> the tensor before quantisation,
-    read from the model's files and cast to the given tensor's dtype. It returns the given tensor
-    if that weight is not quantised, or if the files are gone."""
+    """A function (HF name, dequantised CPU tensor) -> the weight before quantisation, read from the
+    model's files in the given tensor's dtype. It returns the given tensor itself if that weight is
+    not quantised, or if the files are gone."""
     source = original_of(config.name_or_path)
     names = {hf.format(layer) for row, layer in quantised_layers(config) for hf in row.hf}
 

@@ -339,9 +339,10 @@ class ScoredTrainer(McaTrainer):
         raise NotImplementedError  # DPOTrainer describes a reference, DistillTrainer a teacher
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Hook: compute the scores of samples `start` to `stop` as rows of numbers, on every rank.
-        ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
-        """
+        """Hook: compute the scores of samples `start` to `stop`, on every rank -> their rows, a
+        one-dimensional array of row_type. ends: int64 [samples + 1]; sample i has rows ends[i] to
+        ends[i + 1] of the whole data set, so ends[stop] - ends[start] rows are returned.
+        Collective."""
         raise NotImplementedError  # DPOTrainer scores answers, DistillTrainer gives tokens' top k
 
     # -- the pass

@@ -49,10 +49,10 @@ from .trainer_events import Phases, check_given
 
 
 class Output(NamedTuple):
-    """Results of a forward pass. logps: for each sample, in order, float32 [n] on the CPU, the
-    log-probability of each label, 0 where there is no label. sums: {metric: (sum, count)} over all
-    ranks; {} from forward_backward_custom. metrics: {metric: sum / count}, if the count is not 0.
-    """
+    """Results of a forward pass. logps: for each sample given to this rank, in order, float32 [n]
+    on the CPU: the log-probability of each label, 0 where there is no label. sums: {metric: (sum,
+    count)} over all ranks; {} from forward_backward_custom. metrics: {metric: sum / count}, if the
+    count is not 0."""
 
     logps: list[torch.Tensor]
     metrics: dict[str, float]

@@ -56,8 +56,9 @@ def leave(backend: Any, kinds: Collection[str]) -> None:
 
 @torch.no_grad()
 def come_back(backend: Any, kinds: Collection[str]) -> None:
-    """Undo leave() for these kinds, on the device: model and optimizer tensors get their values
-    back, bit for bit; gradients, if they were moved, are 0."""
+    """Move a backend's tensors from host memory back to this rank's device, after leave(). Weights
+    and optimizer states get their values back, bit for bit; gradients become 0. kinds: some of
+    "model", "grad" and "optimizer"; a kind that was not moved is skipped."""
     moved = [part for kind in kinds for part in backend.away.pop(kind, ())]
     for storage, size, copy in moved:
         storage.resize_(size)

@@ -190,8 +190,9 @@ class VideoVision(Vision):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """The VideoVision for a model, from its config.json's contents; what Vision.of returns if
-        the model does not read videos."""
+        """Make the VideoVision of a model; if the model does not read videos, return what Vision.of
+        returns. folder: the model's folder. config: the contents of its config.json. keys: the
+        run's arguments, with video_fps and the other video keys."""
         vision = Vision.of(folder, config, tokenizer, keys)
         kind, video_id = config.get("model_type"), config.get("video_token_id")
         if not isinstance(vision, Vision) or kind not in _WRITES_TIMES or video_id is None:

@@ -29,7 +29,7 @@ def arrange(
     backend: Any, args: Any, batch: dict[str, Any], documents_per_sample: int = 1
 ) -> dict[str, Any]:
     """Arrange a checked batch for the model: one document per row, or with sequence_packing one
-    packed row."""
+    packed row. backend: the run's Backend. args: TrainingArguments."""
     if not args.sequence_packing:
         return split(batch, documents_per_sample, backend.pad_token_id)
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
@@ -38,11 +38,12 @@ def arrange(
 def arrange_step(
     backend: Any, objective: Any, given: list[dict[str, Any]], at_least: int = 0
 ) -> list[dict[str, Any]]:
-    """Arrange the checked batches of a step for the model, and pad them to lengths that the layout
-    can shard: to one common length if it needs that.
+    """Arrange `given`, the checked batches of a step, by the objective's _arrange, and pad them to
+    lengths that the layout can shard: to one common length if it needs that.
 
     Micro-batches of padding are added as fillers until there are `at_least`, and a multiple that
-    the pipeline schedule needs. Collective if all ranks need one length."""
+    the pipeline schedule needs. Collective if all ranks need one length.
+    """
     # the pipeline schedule needs a multiple: fill up with micro-batches of padding, without loss
     count = max(len(given), at_least)
     missing = count + -count % backend.micro_batch_multiple - len(given)
@@ -176,10 +177,13 @@ def measure(
 def collecting(
     backend: Any, collect: Callable[..., Any], to_inputs: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A forward_step for measure(), whose results are collect(inputs, batch, output).
+    """A forward_step for measure() whose results are collect(inputs, batch, output), for passes
+    that only read the model's outputs.
 
-    output: token losses by cross entropy, or logits if to_inputs(batch) has no labels. batch: its
-    loss columns are those of this rank."""
+    to_inputs(batch): the model's keyword arguments. output: token losses by cross entropy, or
+    logits if these arguments have no labels. batch: as to_inputs gets it, but its loss columns hold
+    this rank's tokens.
+    """
 
     def forward_step(
         data_iterator: Iterator[dict[str, Any]], model: Any

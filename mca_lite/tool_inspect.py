@@ -108,7 +108,8 @@ def _read(words: list[str]) -> tuple[Any, str]:
 
 
 def _arguments(words: list[str]) -> Any:
-    """Parse command line words into RunArguments, and print the notes about them."""
+    """Parse command line words into RunArguments, and print its warnings, such as keys without
+    effect."""
     arguments = parse_args(words, needs_world=False)
     for line in arguments.warnings:
         print(f"note: {line}")

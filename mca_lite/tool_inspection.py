@@ -195,8 +195,9 @@ class DataInspector:
         counts["all"] += len(tokens)
 
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
-        """Yield (number, [(tokens, trained) for each document]) for each sample, once even if a mix
-        repeats it; or for each whole text, if rows are cut from joined texts."""
+        """Yield (sample number, documents) for each sample, once even if a mix repeats it. A
+        document is (tokens int64 [n], bool [n], True for tokens with loss). If rows are cut from
+        joined texts, yield each text in place of a sample instead, as one document."""
         if not self.joins:
             for number in np.sort(np.unique(dataset.indices, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]

@@ -242,8 +242,9 @@ def _looked_up(key: str, value: Any) -> Line:
 
 
 def _checked(line: Line, taken: dict[str, Any]) -> Line:
-    """The line itself, or a refused one if a value does not fit its key here or an earlier line has
-    set that key. Adds the keys of an accepted line to `taken`."""
+    """The line itself, or the line marked as "refused" with a note: if a value is not valid for its
+    key of this package, or if an earlier line has set that key. Adds the keys of an accepted line
+    to `taken`, {key: value}, in place."""
     wrong = [f"{key} is {taken[key]} above" for key in line.keys if key in taken]
     for group in key_groups():
         found = check_keys(group, **{key: _text(value) for key, value in line.keys.items()})

@@ -278,8 +278,10 @@ def _named(
 def _joined(
     sent: Iterable[tuple[str, Any]], shares: list[_Share]
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield (name, tensor) for whole outputs, joined from the ranks' shares, with tokens in the
-    row's order; logits stay in the order of the ranks."""
+    """Yield (name, tensor) for each compared output of the whole row, concatenated from the tensors
+    that the ranks sent, along the token axis. Tokens are put into the row's order, except in
+    "logits", where they stay in the order of the ranks. sent: (output name, {rank: tensor}).
+    shares: the _Share of each rank, with its tokens' positions."""
     for name, parts in sent:
         whole = torch.cat(list(parts.values()))
         if name != "logits":

@@ -829,7 +829,7 @@ class McaTrainer(OtherNames):
 
     def save_merged_model(self, output_dir: str | None = None) -> None:
         """Write the model with its adapters merged, in Hugging Face's format, and the tokenizer.
-        output_dir None: args.output_dir/merged. Every rank must call it."""
+        The model in memory is not changed. output_dir None: args.output_dir/merged. Collective."""
         folder = Path(output_dir or Path(self.args.output_dir) / "merged")
         self.backend.export_merged(folder, self.args.max_shard_size)
         self.save_tokenizer(folder)

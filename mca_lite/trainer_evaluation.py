@@ -233,7 +233,8 @@ def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
 
 def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int) -> None:
     """Raise ValueError if a packed row has more or fewer documents than its samples, since results
-    could not be matched."""
+    could not be matched. numbers: the indices of the batch's samples. per_sample: documents per
+    sample."""
     if "cu_seqlens" not in batch:
         return
     count = sum(end > start for _, start, end in borders(batch))

@@ -279,8 +279,9 @@ class Phases:
         return most + [-value for value in micros.values()]
 
     def compare(self, largest: list[int]) -> None:
-        """Take the elementwise maximum of numbers() over ranks, and find each phase's slowest rank
-        and its lag behind the fastest."""
+        """Store each phase's slowest rank and its lag behind the fastest rank, for take(). No
+        communication: the caller has reduced. largest: the elementwise maximum over ranks of the
+        lists that numbers() returned; they contain each rank's number."""
         for i, name in enumerate(PHASES):
             most, rank = divmod(largest[i], 1 << _RANK_BITS)
             self._slowest[name] = (most + largest[i + len(self.of)]) / 1e6, rank
