@@ -501,7 +501,7 @@ class TrainingArguments(ArgumentGroup):
 
     def leave_out_megatron(self) -> None:
         """Reset the keys that were set and that only megatron-core uses to their defaults, because
-        the run uses plain torch. A line in `notes` names each of them."""
+        the run uses plain torch. A line in `notes` names each such key."""
         for item in dataclasses.fields(self):
             if item.name in self.changed and not item.metadata.get("torch", True):
                 setattr(self, item.name, default_of(item))
@@ -584,9 +584,9 @@ class RunArguments:
     args.training.learning_rate. A key of an optional part of the package that is not installed is
     None.
 
-    parts: further groups by name, from optional parts and user scripts. warnings: notes for the
-    user, such as keys without effect. model_config: the model's config.json, or {} if it was not
-    read.
+    parts: {name: group of keys} for the groups of optional parts and user scripts. warnings: notes
+    for the user, such as keys without effect. model_config: the model's config.json, or {} if it
+    was not read.
     """
 
     model: ModelArguments
@@ -622,13 +622,13 @@ class RunArguments:
 
     @property
     def changed(self) -> list[str]:
-        """The keys that were set to another value than their default, without those that were reset
-        for plain torch."""
+        """The keys whose value was set and is not the default. Keys that were reset for plain torch
+        are not listed."""
         return [key for group in self.groups for key in group.changed]
 
     def with_keys(self, **values: Any) -> RunArguments:
-        """A deep copy with other values for some keys. Values are not checked. A key that no
-        installed group has is ignored."""
+        """A deep copy with the given keys set to other values. The values are not checked, and a
+        key that no group has is ignored."""
         copied = copy.deepcopy(self)
         for group in copied.groups:
             vars(group).update({key: values[key] for key in values.keys() & vars(group).keys()})

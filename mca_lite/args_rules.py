@@ -153,8 +153,8 @@ def check_data(a: Keys, judge: Judge) -> None:
 
 
 def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
-    """Refuse a metric_for_best_model that no evaluation computes. It is not checked if
-    eval_strategy is "no".
+    """Add a Problem to `judge` if no evaluation computes metric_for_best_model. Nothing is checked
+    if eval_strategy is "no".
 
     metrics: names without the prefix eval_. sets: names of datasets that are evaluated one by one;
     <name>_<metric> is a metric too.
@@ -172,7 +172,8 @@ def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: 
 
 def check_objective_run(a: Keys, judge: Judge) -> None:
     """Check the keys of a run against its training objective (a.stage): the metric for the best
-    model, generated answers, data keys, and the objective's own rules."""
+    model, generated answers, data keys, and the objective's own rules. Problems are added to
+    `judge`."""
     objective = OBJECTIVES[a.stage]
     metrics = objective.metrics
     if a.mtp_num_layers != 0 and a.metric_for_best_model.endswith("mtp_loss"):
@@ -192,7 +193,8 @@ def check_objective_run(a: Keys, judge: Judge) -> None:
 
 
 def check_part_rules(judge: Judge) -> None:
-    """Apply the rules that were registered with each group of keys."""
+    """Apply the Rules that each group of keys was registered with (register_keys): a combination of
+    keys that does not work becomes a Problem in `judge`."""
     for row in KEY_GROUPS.values():
         judge.apply(row.rules)
 
@@ -248,8 +250,8 @@ def check_run(a: Keys, judge: Judge) -> list[str]:
 def check_frozen_rows(
     trained: Iterable[str] | None, num_new: int, ends: Sequence[str], judge: Judge
 ) -> None:
-    """Refuse new tokens if the embedding or the output layer is frozen, because their new rows
-    would not be trained.
+    """Add a Problem to `judge` if there are new tokens and the embedding or the output layer is
+    frozen, because the new rows would not be trained.
 
     trained: trainable Hugging Face modules; None if every module is. num_new: count of new tokens.
     ends: name endings of the modules with one row per token, such as "lm_head".

@@ -122,8 +122,8 @@ def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) ->
     """Check a model's sizes against the parallel layout and against keys for experts, fp8 and
     recomputation; problems are added to `judge`.
 
-    m: numbers_of(), or a McaModelConfig. te_works: True if Transformer Engine works here; None if
-    unknown.
+    m: the model's sizes, numbers_of() or a McaModelConfig. a: the run's arguments. te_works: True
+    if Transformer Engine works on this machine; None if unknown.
     """
     _check_tensor_parallel(m, a, judge)
     _check_linear_attention(m, a, judge)
@@ -336,7 +336,7 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
     least 1, and in known families that key-value heads divide attention heads. Problems are added
     to `judge`.
 
-    Most sizes may be lists, because some models have lists here; transformers checks types.
+    Most sizes may also be lists, as in some models; transformers checks types.
     """
     before = len(judge.problems)
 

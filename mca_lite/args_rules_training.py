@@ -197,8 +197,9 @@ def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
 
 
 def normalise_training(a: Keys) -> None:
-    """Fill in, in place, training arguments that follow from others, such as
-    gradient_accumulation_steps from global_batch_size."""
+    """Fill in, in place, training arguments that are None and follow from other arguments, such as
+    gradient_accumulation_steps from global_batch_size, and convert values to the form that megatron
+    reads."""
     a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
     if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
         a.warmup_ratio = a.warmup_steps
@@ -281,7 +282,8 @@ def check_training(a: Keys, judge: Judge) -> None:
 
 def check_world(a: Keys, judge: Judge) -> None:
     """Check that the number of processes is a multiple of tensor x pipeline x context parallel
-    size, and that expert parallelism divides a pipeline stage's ranks."""
+    size, and that expert parallelism divides a pipeline stage's ranks. Problems are added to
+    `judge`."""
     size = a.world_size
     product = a.model_parallel_size
     if size % product == 0:
@@ -405,8 +407,8 @@ def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
 
 
 def check_additional_configs(a: Keys, judge: Judge) -> None:
-    """Refuse entries of additional_configs whose name is not in ADDITIONAL_FIELDS or whose value
-    does not have the type given there."""
+    """Add a Problem to `judge` for each entry of additional_configs whose name is not in
+    ADDITIONAL_FIELDS, or whose value does not have the type given there."""
     key = "additional_configs"
     takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
     for name, value in a.additional_configs.items():

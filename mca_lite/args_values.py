@@ -301,8 +301,8 @@ class ArgumentGroup:
         """A group from raw {key: value}, with fields cast to their types. An absent key gets its
         default; keys of other groups are ignored. Problems are added to `judge`.
 
-        The constructor is not called, so the group's rules are not applied yet: rules between
-        groups must be able to read a group that has problems.
+        The constructor is not called, because it would raise the problems of this group alone. Call
+        resolve() later to apply the group's rules.
         """
         group = cls.__new__(cls)
         for item in dataclasses.fields(cls):
@@ -349,12 +349,12 @@ class ArgumentGroup:
         self.check(judge)
 
     def normalise(self) -> None:
-        """Fill in derived values in place, after every field was cast to its type. Groups override
-        it; here it does nothing."""
+        """Fill in derived values in place, after every field was cast to its type. Groups may
+        override it; this base class does nothing."""
 
     def check(self, judge: Judge) -> None:
-        """Add Problems to `judge` for broken rules of the group. Groups override it; here it does
-        nothing."""
+        """Add Problems to `judge` for broken rules of the group. Groups may override it; this base
+        class does nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
         """{field: value} for the keys that set a field of megatron's OptimizerConfig (config

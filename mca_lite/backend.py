@@ -192,7 +192,7 @@ class Backend(abc.ABC):
         change: Callable[..., Any] | None = None,
     ) -> list[str]:
         """Write the model as a Hugging Face checkpoint -> file names on global rank 0, []
-        elsewhere. change(name, tensor) may replace each tensor."""
+        elsewhere. change(name, tensor): returns the tensor to write instead; None: no change."""
 
     @abc.abstractmethod
     def _gradients_for_weights(self) -> None:
@@ -201,16 +201,16 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, CPU tensor) of each weight, on global rank 0 only, for a run
-        that trains whole weights rather than adapters."""
+        """Yield (Hugging Face name, CPU tensor) of each weight, on global rank 0 only. Called for
+        runs that train whole weights rather than adapters."""
 
     @abc.abstractmethod
     def weights(
         self, change: Callable[..., Any] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in the model's files, copy on this rank's device) of each unsharded weight,
-        on global rank 0. change(name, tensor) may replace each tensor. Collective: all ranks
-        iterate to the end."""
+        on global rank 0. change(name, tensor): returns the tensor to yield instead; None: no
+        change. Collective: all ranks iterate to the end."""
 
     @abc.abstractmethod
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -227,16 +227,18 @@ class Backend(abc.ABC):
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss sum, count) of this rank's tokens, changed for megatron's schedule if context
-        parallelism splits rows; here unchanged."""
+        parallelism splits rows. In this base class both are unchanged."""
         return total, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that share each row; here there is one. May change `values`."""
+        """Sum a tensor over the context-parallel ranks, which share each row. May change `values`.
+        This base class has one such rank and returns `values`."""
         return values
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits [b, s, V] of whole rows, from this rank's shard; here this rank has them all.
-        Collective over the ranks with the other shards."""
+        """Logits [b, s, V] of whole rows, from this rank's shard. inputs: the model's keyword
+        arguments. Collective over the ranks with the other shards. In this base class the rank has
+        whole rows."""
         return logits
 
     def common_length(self, longest: int) -> int:
@@ -245,7 +247,8 @@ class Backend(abc.ABC):
         return 0
 
     def finish_param_sync(self) -> None:  # noqa: B027 - no gather is pending on one rank
-        """Wait for all-gathers of updated weights that still run; here there are none."""
+        """Wait for all-gathers of updated weights that still run. In this base class there are
+        none."""
 
     def discard_gradients(self) -> None:
         """Drop the gradients that add_gradients() added. Collective if a reduction of them has
@@ -256,8 +259,9 @@ class Backend(abc.ABC):
     # -- shared by both backends
 
     def expect_here(self, call: str, *kinds: str) -> None:
-        """Raise ValueError if tensors that `call` needs were moved to host memory (part_sleep.py).
-        kinds: "model", "grad", "optimizer"."""
+        """Raise ValueError if tensors that an operation needs were moved to host memory
+        (part_sleep.py). call: the operation, for the message. kinds: "model", "grad", "optimizer".
+        """
         away = [kind for kind in kinds if kind in self.away]
         expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
@@ -325,9 +329,9 @@ class Backend(abc.ABC):
         return sum(p.numel() for p in parameters), trained
 
     def weigh_micro_batches(self, micro_batches: list[Any], num_filled: int) -> None:
-        """Set micro_batch_weight, so that a mean over micro-batches leaves out empty ones.
-        num_filled: number of micro-batches on all ranks that are not empty. Does nothing with
-        calculate_per_token_loss."""
+        """Set micro_batch_weight, a factor on losses, so that empty micro-batches do not count in a
+        mean over micro-batches. num_filled: number of micro-batches on all ranks that are not
+        empty. Does nothing with calculate_per_token_loss."""
         if not self.args.calculate_per_token_loss:
             self.micro_batch_weight = len(micro_batches) * self.dp_size / num_filled
 
@@ -374,8 +378,8 @@ class Backend(abc.ABC):
         return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list[Any] | None) -> None:
-        """Restore the router_sums() of a resumed run: the main rank takes them, others begin with
-        0. Sums for another number of layers or experts are dropped."""
+        """Restore the router_sums() of a resumed run: the main rank adds them to its own counts,
+        other ranks begin with 0. Sums for another number of layers or experts are dropped."""
         if self.statistics_of_routers is None:
             return
         rows = (

@@ -179,12 +179,13 @@ class MegatronBackend(Backend):
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss sum, count) as megatron's schedule needs them. With calculate_per_token_loss both
-        are unchanged, because megatron sums both over all ranks.
+        """(loss sum, count) as megatron's schedule needs them. With calculate_per_token_loss they
+        are unchanged, because megatron itself sums the loss and the count over all ranks.
 
         Otherwise megatron divides by the count and averages over context-parallel ranks. So the
         count is summed over these ranks (a collective), and the loss sum is multiplied by their
-        number."""
+        number.
+        """
         if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
             return total, count
         dist.all_reduce(count, group=mpu.get_context_parallel_group())
@@ -323,9 +324,9 @@ class MegatronBackend(Backend):
         )
 
     def _begin_gradients(self, micro_batches: list[Any], first: bool) -> None:
-        """Zero the gradients before the first micro-batches of an update. Also note for
-        which trained input modules no micro-batch so far has inputs, such as images: the update
-        then skips these. Collective if input modules are trained."""
+        """Zero the gradients before the first micro-batches of an update. Also note which trained
+        input modules, such as a vision tower, have had no input in this update so far, because the
+        update must skip such modules. Collective if input modules are trained."""
         if first:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -377,8 +378,8 @@ class MegatronBackend(Backend):
         return metrics
 
     def _count(self, chunks: Any, num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-        """Add up token counts. megatron's schedule calls it instead of finalize_model_grads;
-        finish_gradients() reduces the gradients later."""
+        """Add num_tokens to the update's token count. megatron's schedule calls this in place of
+        finalize_model_grads; finish_gradients() reduces the gradients later."""
         if num_tokens is not None:
             self.pending += num_tokens
 

@@ -54,12 +54,13 @@ def losses_of(config: Any, args: Keys) -> BalancingLosses:
 
 
 class TorchRouters:
-    """Collects the outputs (logits, weights, expert indices) of a transformers model's MoE routers
+    """Collects the logits and expert indices that the MoE routers of a transformers model output
     during training, for balancing losses and statistics.
 
     `statistics` is None, and nothing is collected, for a model without experts or of a family that
     is not in FAMILIES. Raises ValueError if balancing losses or bias updates are set for such a
-    model, or if a model's routers are not found."""
+    model, or if a model's routers are not found.
+    """
 
     def __init__(self, model: torch.nn.Module, args: Keys) -> None:
         config = model.config
@@ -113,8 +114,9 @@ class TorchRouters:
         self._outputs = []
 
     def losses_of_pass(self) -> torch.Tensor | float:
-        """The balancing losses of the last training forward pass, which is one micro-batch; 0.0
-        without any. Also counts the pass for the log and for bias updates."""
+        """The sum of the balancing losses in the last training forward pass, which is one
+        micro-batch; 0.0 if there are none. Also counts the chosen experts for the log and for bias
+        updates."""
         total = 0.0
         for layer, logits, experts in self._outputs:
             real = ~self.padding_mask
@@ -466,9 +468,10 @@ class TorchBackend(Backend):
     def _backward(self, loss: torch.Tensor, count: torch.Tensor, num_micro_batches: int) -> None:
         """Run the backward pass of one micro-batch.
 
-        With calculate_per_token_loss, gradients are those of loss sums; finish_gradients() divides
-        them by the count of all tokens. Otherwise they are those of the mean over micro-batches of
-        per-token means."""
+        With calculate_per_token_loss, its gradients are those of the summed loss, and
+        finish_gradients() divides them by the count of all tokens. Otherwise the loss is a mean
+        over tokens, divided by the number of micro-batches.
+        """
         if not self.args.calculate_per_token_loss:
             loss = mean_of(loss, count)
         loss = loss + self.routers.losses_of_pass()

@@ -49,8 +49,8 @@ class TrainerState:
 
     @property
     def position(self) -> int:
-        """Steps done in the data's order: steps made, plus those left out when a callback ended an
-        epoch."""
+        """Steps done in the data's order: the steps made, plus the steps that were left out because
+        a callback ended an epoch early."""
         return self.global_step + self.left_out_steps
 
     @property
@@ -112,8 +112,8 @@ def raise_flags(
     control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
 ) -> None:
     """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
-    in `args`, once `state` has counted a step. The step that reaches max_steps does all of them,
-    except those whose strategy is "no". Flags that are set already stay set."""
+    in `args`, once `state` has counted a step. At max_steps all three are set, except for a
+    strategy "no". Flags that are set already stay set."""
     last = state.is_over
 
     def is_time(strategy: str, interval: Any) -> bool:
@@ -255,8 +255,7 @@ def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tup
 
 def value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
     """The value in `metrics` of the metric that ranks checkpoints. None if no name begins with
-    eval_, as in an evaluation by the user with another prefix. ValueError if the metric is missing.
-    """
+    eval_, because the user evaluated with another prefix. ValueError if the metric is missing."""
     if not any(name.startswith("eval_") for name in metrics):
         return None
     metric, _ = ranking_of(args.metric_for_best_model)
@@ -331,8 +330,8 @@ def export_states(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def restore_states(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Restore the callbacks, in place, from export_states() of a checkpoint. A class's callbacks
-    take its states in order; those left without one stay as they are."""
+    """Restore the callbacks, in place, from export_states() of a checkpoint. Callbacks of one class
+    take the saved states of this class in order; callbacks without a saved state do not change."""
     left = {name: iter(found) for name, found in states.items()}
     for callback in filter(_has_state, callbacks):
         for state in itertools.islice(left.get(type(callback).__name__, ()), 1):

@@ -363,8 +363,8 @@ class Checkpoints:
             trainer.report.print(f"{others} {', '.join(taken)}")
 
     def _tidy(self, folder: Path) -> None:
-        """Rename the checkpoints that are newer than this run's step. If the run resumes from its
-        own output_dir, prune the older ones. For the main rank."""
+        """Set aside the checkpoints that are newer than the step from which this run resumes. If
+        the run resumes from its own output_dir, prune the older checkpoints. For the main rank."""
         args = self.trainer.args
         state = self.trainer.state
         ckpt_folder.set_newer_aside(args.output_dir, state.global_step, self.trainer.report.print)
@@ -428,7 +428,8 @@ class _Job:
         """Once every rank has written its files, write index and manifest on the main rank and give
         the folder its name. Collective.
 
-        Raises CheckpointError on every rank, with the errors of those that failed."""
+        Raises CheckpointError on every rank, with the errors of the ranks that failed.
+        """
 
         def written() -> tuple[Any, ...]:
             if self.error is not None:

@@ -246,10 +246,11 @@ def check_kinds(record: dict[str, Any], kinds: dict[str, type]) -> None:
 
 
 def damage(folder: Path, record: dict[str, Any]) -> str:
-    """Check a checkpoint's files against its manifest -> text about damaged ones, the same on every
-    rank; "" if there are none. record: the manifest.
+    """Check a checkpoint's files against its manifest -> text about damaged files, the same on
+    every rank; "" if none is damaged. record: the manifest.
 
-    Collective over all ranks: each reads a share of the files."""
+    Collective over all ranks: each reads a share of the files.
+    """
     files = sorted(record["files"].items(), key=lambda item: -item[1]["bytes"])
     share = files[parallel.rank() :: parallel.world_size()]
     own = [_damage_of_file(folder / name, entry) for name, entry in share]
@@ -292,7 +293,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _free_name(path: Path) -> Path:
-    """The path, with a number at its end if the name is taken."""
+    """`path`, or if that name is taken, the path with a number at its end."""
     free = path
     numbers = itertools.count(2)
     while os.path.lexists(free):
@@ -327,15 +328,16 @@ def remove(folder: Path) -> None:
 
 
 def _named_old(folder: Path) -> Path:
-    """Rename a checkpoint to a name for one being deleted -> its new path."""
+    """Rename a checkpoint that is to be deleted, so that it no longer counts as a checkpoint -> its
+    new path."""
     gone = _free_name(folder.with_name(f".{folder.name}.old"))
     os.rename(folder, gone)
     return gone
 
 
 def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[Path]:
-    """Rename the oldest checkpoints over `limit` (None: no limit) to names for ones being deleted
-    -> their new paths. `newest` and `best` are kept."""
+    """Rename the oldest checkpoints over `limit` (None: no limit), so that they no longer count as
+    checkpoints and can be deleted later -> their new paths. `newest` and `best` are kept."""
     there = list_checkpoints(newest.parent)
     kept = {newest.name, Path(best or "").name}
     spare = [folder for folder in there if folder.name not in kept]

@@ -271,9 +271,12 @@ class MegatronSnapshot:
         return found
 
     def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], list[Any]]:
-        """Write this rank's tensors to its file -> ({file: its manifest entry}, for each tensor
-        (key, dtype and global shape, offset, shape and position in the file of this part)). Not
-        collective."""
+        """Write this rank's tensors to its file -> ({file: its manifest entry}, parts). Not
+        collective.
+
+        parts: for each tensor (key, {dtype and global shape}, [offset and shape of this rank's
+        part, file, start and length in the file]), for the index.
+        """
         (folder / DIST_NAME).mkdir(exist_ok=True)
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
@@ -300,8 +303,8 @@ class MegatronSnapshot:
         return {f"{DIST_NAME}/{name}": entry_of(file.size, file.crc)}, parts
 
     def finish(self, folder: Path, results: list[list[Any]]) -> list[str]:
-        """Write the index and the model's config -> their names. For the main rank, once all ranks
-        have written; results: from write(), by rank."""
+        """Write the index and the model's config -> their file names. For the main rank, once all
+        ranks have written. results: what write() returned as parts on each rank, in rank order."""
         tensors: dict[str, dict[str, Any]] = {}
         for parts in results:
             for key, entry, chunk in parts:
@@ -378,9 +381,9 @@ def _sharded(models: Any) -> dict[str, dict[str, Any]]:
 
 
 class _Holders(NamedTuple):
-    """The data-parallel ranks that have a parameter: their group, the rank in it that writes the
-    parameter, and {rank: (start, stop)}, the pieces into which a distributed optimizer shards its
-    state."""
+    """The data-parallel ranks that hold a parameter. group: these ranks. writer: the rank in the
+    group that writes the parameter to a checkpoint. pieces: {rank: (start, stop)}, the pieces of
+    the flat parameter by which a distributed optimizer shards its state."""
 
     group: Any
     writer: int
@@ -391,15 +394,16 @@ class _Holders(NamedTuple):
         return self.group.rank() == self.writer
 
     def replica(self, tensor: Any) -> tuple[int, int, int]:
-        """The replica_id, by which megatron tells copies apart, of this rank's copy: (tied copy,
-        tensor rank, 0 on the writer or 1). The copy with three zeros is stored."""
+        """The replica_id of this rank's copy of a parameter, by which megatron tells copies apart:
+        (tied copy, tensor rank, 0 on the writer or 1). The copy with three zeros is stored. tensor:
+        the parameter's sharded tensor."""
         return (*tensor.replica_id[:2], int(not self.i_write))
 
 
 def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
-    """{id of a parameter: its holders}. Each parameter's writer is the rank with the least to write
-    so far, among those that hold a piece of its optimizer state, or among all if the state is not
-    sharded. So the states are spread over the ranks."""
+    """{id of a parameter: its _Holders}. Each parameter is written by the rank with the least to
+    write so far, among the ranks with a piece of its optimizer state, or among all ranks if the
+    state is not sharded. So writing is spread over the ranks."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -447,8 +451,9 @@ def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
 def _mine_to_write(
     tensors: dict[str, Any], holders: dict[int, _Holders], copy: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """A chunk's sharded tensors, of which those that this rank writes are marked as main replicas.
-    copy: makes the copies of their data to write; None: the data itself is written."""
+    """{name: sharded tensor} of a chunk, with this rank's tensors to write marked as main replicas.
+    holders: {id of a parameter: its _Holders}. copy: makes copies of the data to write; None: the
+    data itself is written."""
     out = {}
     for name, tensor in tensors.items():
         holder = holders.get(id(tensor.data))
@@ -464,9 +469,9 @@ def _mine_to_write(
 
 
 def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, Any, slice]]:
-    """Yield (torch optimizer, model parameter, the tensor that the optimizer steps, its slice of
-    the flat parameter) for each parameter that this rank steps. The tensor is the parameter or its
-    float32 master; with a distributed optimizer a flat piece of it."""
+    """Yield (torch optimizer, model parameter, stepped tensor, slice of the flat parameter) for
+    each parameter that this rank steps. The stepped tensor is the parameter or its float32 master;
+    with a distributed optimizer it is a flat piece, given by the slice."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
@@ -618,9 +623,9 @@ def _fill_optimizer(
 
 
 def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
-    """Number of updates so far, in the order of STEPS: of parameters that every step updates, then
-    of each kind that may_rest(). The maximum over ranks, because some ranks own no parameter of a
-    kind. Collective."""
+    """Number of updates so far, in the order of STEPS: first for parameters that every step
+    updates, then for each kind of input modules (may_rest). The maximum over ranks, because some
+    ranks own no parameter of a kind. Collective."""
     counts = [0] * len(STEPS)
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = may_rest(parameter)

@@ -184,7 +184,8 @@ def marked_runs(
     tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[tuple[str, bool]]:
     """Decode tokens in runs -> [(text, True if it has loss)]. A run ends where loss begins or ends,
-    or at image placeholders, which are shown as one token and a count: "<|image_pad|> x 64"."""
+    or at image placeholders (media.token_ids), which are shown as one token and a count:
+    "<|image_pad|> x 64". trained: bool, True for tokens with loss."""
     is_placeholder = np.isin(tokens, media.token_ids)
     borders = np.flatnonzero(np.diff(trained) | np.diff(is_placeholder)) + 1
     runs = []

@@ -216,8 +216,8 @@ class Limits(NamedTuple):
         )
 
     def within(self, other: "Limits") -> "Limits":
-        """The limits for text that two models both read: the smaller vocab_size and the smaller
-        number of positions. has_inputs stays this model's."""
+        """The limits for text that two models both read, this one and `other`: the smaller
+        vocab_size and the smaller number of positions. has_inputs stays this model's."""
         vocab_size = min(self.vocab_size, other.vocab_size)
         return Limits(vocab_size, min(self.positions, other.positions), self.has_inputs)
 
@@ -519,9 +519,9 @@ class _MicroBatches:
 
 
 class _Filled(Dataset):
-    """A dataset with a user's collate function, for plans with fillers. `self[i]` is (i, sample);
-    FILLER gives sample 0. collate() masks a filler's row: labels IGNORE_INDEX, attention_mask 0. A
-    ValueError of the user's function gets the sample indices added."""
+    """A map-style dataset with a user's collate function, for BatchPlans with fillers. `self[i]` is
+    (i, sample); index FILLER gives sample 0. collate() masks a filler's row: labels IGNORE_INDEX,
+    attention_mask 0. A ValueError of the user's function gets the sample indices added."""
 
     def __init__(self, dataset: Any, collate: Callable[..., Any]) -> None:
         self.dataset = dataset
@@ -668,7 +668,8 @@ class Packs(Dataset):
         return [document for j in self.packs[i] for document in documents_of(self.dataset[int(j)])]
 
     def over(self, dataset: Any) -> "Packs":
-        """Packs with the same rows of samples that reads them from another dataset."""
+        """A copy with the same rows, which are lists of sample indices, that reads the samples from
+        another dataset."""
         packs = copy.copy(self)
         packs.dataset = dataset
         return packs

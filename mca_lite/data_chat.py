@@ -262,9 +262,9 @@ class ChatRenderer:
     def _in_words(
         self, conversation: Conversation, where: str, render: Callable[["ChatRenderer"], T]
     ) -> T:
-        """Call `render` with a copy of this renderer that has the conversation's template
-        variables. Errors of the template, and ValueErrors, become ValueErrors that name
-        `where`."""
+        """Call render(copy) with a copy of this renderer that has the conversation's template
+        variables -> its result. Errors of the template, and ValueErrors, become ValueErrors that
+        name `where`."""
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
         expect(
             not taken, f"{where}: chat_template_kwargs: {taken}: expected variables of the template"
@@ -409,7 +409,8 @@ class ChatRenderer:
 
         @functools.cache
         def shown(end: int) -> set[str]:
-            """The marks that are rendered if the conversation ends at message `end`."""
+            """The thinking marks (see _mark_thinking) that the template writes if the conversation
+            ends before message `end`."""
             return set(re.findall(r"mcathought\d+x", self._render(marked[:end])))
 
         parts: list[tuple[int, int]] = []

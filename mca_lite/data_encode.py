@@ -435,8 +435,8 @@ class Encoder:
         self, documents: list[Document], media: list[list[Any]], tally: Tally, where: str
     ) -> list[Document]:
         """A sample's documents, cut if one is too long for cutoff_len and texts are not joined;
-        `tally` counts it. Images are not cut in two; those cut off are removed from `media`, in
-        place."""
+        `tally` counts it. Images are not cut in two; images that are cut off are removed from
+        `media`, in place."""
         limit = self.cutoff_len + 1 - int(self.scores)
         longest = max(map(len, documents))
         if self.joins or longest <= limit:

@@ -151,9 +151,9 @@ def _messages(
     record: Any, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
 ) -> list[dict[str, Any]]:
     """The messages in a record's column: a text as one message of `role`, otherwise a turn or a
-    list of turns.
+    list of turns. kind: types that the column may have.
 
-    The turns have OpenAI's names if the first one has "role", else sharegpt's; names in
+    The turns have OpenAI's names if the first one has "role", otherwise sharegpt's; names in
     dataset_info.json override either. Raises ValueError that names `where`.
     """
     value = get_column(record, column, where, kind)
@@ -554,8 +554,9 @@ def prompt_and_answer(
     media: Media = TEXT,
 ) -> tuple[Conversation, str | None]:
     """Split a record for generation -> (conversation before its last answer, text of that answer).
-    The text is None if the record does not end with an answer. Arguments as in conversations().
-    ValueError also for a record without a message before its answer."""
+    The text is None if the record does not end with an answer. form: a name in FORMATS. ignored:
+    message keys to drop. media: reads the model's images and other inputs. ValueError for an
+    unusable record, or one without a message before its answer."""
     row = FORMATS[form]
     turns = [*row.prompt(record, spec, where), *row.answer(record, spec, where)]
     messages = [_without(ignored, turn) for turn in turns]
@@ -600,9 +601,9 @@ _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 
 
 def _take_weights(messages: list[Message], where: str) -> dict[int, bool]:
-    """Remove the weights from messages, in place -> {message index: True if it is trained}, for
-    those with a weight. Raises ValueError for weights other than 0 and 1, or two that differ in a
-    message."""
+    """Remove the key "weight" from messages, in place -> {message index: True if the message is
+    trained}, for messages that had a weight. Raises ValueError for weights other than 0 and 1, or
+    two that differ in a message."""
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}

@@ -117,8 +117,8 @@ def attention(
 
 
 def attention_of_two_sizes() -> Iterator[Row]:
-    """Yield the rows of attention in a model whose layers with a sliding window differ from its
-    other, full layers. In full layers the keys serve as values too."""
+    """Yield the rows of attention in a model whose sliding-window layers and full layers have
+    different head sizes. In full layers the keys serve as values too."""
     qkv, *others = attention(norm=True)
     yield replace(qkv, layers="window")
     yield _row("self_attention.linear_qk", "self_attn.q_proj self_attn.k_proj", "qk", layers="full")
@@ -126,8 +126,8 @@ def attention_of_two_sizes() -> Iterator[Row]:
 
 
 def latent_attention() -> Iterator[Row]:
-    """Yield the rows of multi-latent attention. Queries have one matrix, or if the config has
-    q_lora_rank two with a norm between them."""
+    """Yield the rows of multi-latent attention. Queries are projected by one matrix; if the config
+    has q_lora_rank, by two matrices with a norm between them."""
 
     def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)

@@ -38,9 +38,9 @@ class Request(NamedTuple):
 
 
 class Finetuning:
-    """The choice of weights that are trained: all, or those of the Hugging Face modules in
-    `trained`. Subclasses, such as Lora, may train other tensors next to frozen weights; these set
-    is_whole to False.
+    """Decides which weights are trained: all, or only the Hugging Face modules in `trained`.
+    Subclasses, such as Lora, may train other tensors next to frozen weights, and then set is_whole
+    to False.
 
     The argument `model` of methods is VirtualModels or a transformers model; place() sets its
     attribute `finetuning` to this object.
@@ -112,8 +112,7 @@ class Finetuning:
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """Context with the model as it was before training, such as with adapters off. Only
-        meaningful if can_be_off; here it changes nothing.
-        """
+        meaningful if can_be_off; this base class changes nothing."""
         return contextlib.nullcontext(model)
 
     @property
@@ -126,16 +125,14 @@ class Finetuning:
     # -- tensors next to whole weights, which a subclass adds
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Hook: multiplications per token by the tensors that a subclass adds next to a module's
-        weight, for FLOPs. uses: how often a token is multiplied by the weight; 0 if it only looks
-        up rows. shape: the weight's.
-        """
+        """Hook, for counting FLOPs: multiplications per token by the tensors that a subclass adds
+        next to a module's weight. uses: how often a token is multiplied by the weight; 0 if the
+        weight is only looked up, as in an embedding. shape: the weight's."""
         return 0.0
 
     def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict[str, Any]:
-        """Hook: {end of the name: shape} of the tensors that a subclass adds next to a module's
-        weight. shape: this rank's shard of the weight.
-        """
+        """Hook: {end of the tensor's name: shape} of the tensors that a subclass adds next to a
+        module's weight on this rank. shape: this rank's shard of the weight."""
         return {}
 
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
@@ -169,9 +166,8 @@ class Finetuning:
         return chunk.sharded_state_dict()
 
     def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
-        """Raise ValueError if a checkpoint's folder was written by another finetuning: here, if it
-        has adapters.
-        """
+        """Raise ValueError if a checkpoint's folder was written by another kind of finetuning. This
+        base class trains whole weights and refuses a folder with adapters."""
         if (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
             raise ValueError(
                 f"{folder} holds adapters, and this run has none: set finetuning_type: lora, or "

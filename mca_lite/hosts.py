@@ -94,8 +94,8 @@ class MegatronHost:
             yield key, view, stacked(view).requires_grad
 
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
-        """Make the weights with keys in `trained` trainable, and all others not. Keys of buffers,
-        such as a router's bias, have no effect, nor has dtype."""
+        """Make the weights whose Weight.key is in `trained` trainable, and freeze all other
+        weights. Keys of buffers, such as a router's bias, have no effect, nor has dtype."""
         self.models.requires_grad_(False)
         for key, view in own_parameters(self.models).items():
             parameter = stacked(view)

@@ -67,9 +67,9 @@ class Media:
     # -- of a record
 
     def of_columns(self, record: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
-        """The image values in a record's columns: those in `images` (LLaMA-Factory), otherwise the
-        one in `image` (TRL) if its type is in `kinds`. [] if there are none. columns: the columns'
-        names in dataset_info.json."""
+        """The image values in a record: from its column `images` (LLaMA-Factory), otherwise from
+        its column `image` (TRL) if that value's type is in `kinds`. [] if there are none. columns:
+        dataset_info.json's names of columns -> the names in the files."""
         found = record.get(columns.get("images", "images")) or []
         alone = record.get("image")
         if not found and isinstance(alone, self.kinds):
@@ -179,8 +179,8 @@ TEXT = Media()
 
 
 class Inputs:
-    """The modules for a model's inputs other than text (such as a vision tower), seen from both
-    backends. This base class is for text models, which have none.
+    """The modules for a model's inputs other than text (such as a vision tower), for both backends.
+    This base class is for text models, which have no such modules.
 
     config: McaModelConfig; on plain torch the transformers config. An Inputs object holds no
     weights: these belong to the model.
@@ -232,10 +232,10 @@ class Inputs:
         features, change).
 
         features: one tensor for each of the first decoder layers, to add to its output.
-        change(embeddings, slots): does the same for the tokens ahead in multi-token prediction;
-        None if there are no features here. columns: the micro-batch's input columns. shared:
-        keyword arguments for the layers; entries are added in place. This base class raises
-        ValueError, because a text model takes no such columns.
+        change(embeddings, slots): inserts the features into the embeddings of the tokens ahead, for
+        multi-token prediction; None if the micro-batch has no features. columns: the micro-batch's
+        input columns. shared: keyword arguments for the layers; entries are added in place. This
+        base class raises ValueError, because a text model takes no such columns.
         """
         raise ValueError(
             f"expected text alone, got {', '.join(columns)}: set model_name_or_path to one that "
@@ -262,13 +262,14 @@ class Inputs:
     def for_transformers(
         self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
-        """(keyword arguments, position_ids) for a transformers model's forward pass. `inputs` and
-        `positions` are those for text alone, and the base class returns them unchanged."""
+        """(keyword arguments, position_ids) for a transformers model's forward pass. inputs,
+        positions: the keyword arguments and position ids that text alone would need; the base class
+        returns them unchanged. is_padding: bool, True for padding."""
         return inputs, positions
 
     def parameters_of(self, model: Any) -> list[list[Any]]:
-        """The parameters of a transformers model's input modules, a list for each kind of input, in
-        the order of ckpt_megatron.STEPS from 1 on. Base class: []."""
+        """The parameters of a transformers model's input modules, one list per kind of input: first
+        for images, then for audio. Base class: []."""
         return []
 
     def unused(self, model: Any, columns: Any) -> Any:

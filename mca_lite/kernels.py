@@ -265,8 +265,8 @@ def rotated_heads(
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for both [..., 2 f], gate before up -> [..., f]: the activation of megatron's
-    MLPs."""
+    """silu(gate) * up -> [..., f], the activation of megatron's MLPs. both: [..., 2 f], gate before
+    up."""
     if compiles(both):
         return fused().SwiGLU.apply(both)
     gate, up = both.chunk(2, -1)
@@ -275,8 +275,8 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
 
 @compiled
 def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up * weights for both [T, 2 f] and weights [T] -> [T, f] in both's dtype: an
-    expert's activation."""
+    """silu(gate) * up * weights -> [T, f], an expert's activation, in the dtype of `both`. both:
+    [T, 2 f], gate before up. weights: [T]."""
     gate, up = both.chunk(2, -1)
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)
 
@@ -288,9 +288,9 @@ QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to gelu
 def weighted_clamped_swiglu(
     both: torch.Tensor, weights: torch.Tensor, limit: float
 ) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate) * weights for both [T, 2 f], gate before up, and
-    weights [T] -> [T, f] in both's dtype: the activation of gpt_oss's experts. gate is clamped to
-    at most limit, up to [-limit, limit]."""
+    """(up + 1) * gate * sigmoid(1.702 gate) * weights -> [T, f], the activation of gpt_oss's
+    experts, in the dtype of `both`. both: [T, 2 f], gate before up. weights: [T]. First gate is
+    clamped to at most limit, and up to [-limit, limit]."""
     gate, up = both.float().chunk(2, -1)  # in bf16 each of these products would be rounded
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)

@@ -187,8 +187,9 @@ class ModelWork:
     def flops(
         self, tokens: float, squares: float, units: float = 0.0, unit_squares: float = 0.0
     ) -> float:
-        """FLOPs of a step. tokens: without padding; squares: sum of squared document lengths;
-        units, unit_squares: the same for inputs other than text, such as image patches."""
+        """FLOPs of a step. tokens: number of tokens without padding. squares: sum of squared
+        document lengths. units, unit_squares: number of image patches (or other units of inputs),
+        and the sum over images of their squared number."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
@@ -289,8 +290,9 @@ def model_sizes(config: Any) -> ModelSizes | None:
 
 
 def _more_of_full_layers(fields: dict[str, Any]) -> int:
-    """The query and value channels that layers with full attention have beyond those of as many
-    sliding-window layers, summed over heads and layers; 0 if all heads have one width."""
+    """Channels of queries and values that full-attention layers have in addition, because their
+    heads are wider than in sliding-window layers; summed over heads and layers. 0 if all heads have
+    one width."""
     if not fields.get("full_kv_channels"):
         return 0
     full = fields["num_layers"] - len(fields["sliding_layers"])

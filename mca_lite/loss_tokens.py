@@ -50,10 +50,11 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
 class Head(NamedTuple):
     """Constants of an output layer and its loss, the same for each chunk of logits.
 
-    group: the ranks over which the vocabulary is sharded; None: one rank. first: the token id of
-    this rank's first column. columns: how many of this rank's columns are token ids; later ones are
-    padding. chunk_size: rows of logits in memory at a time. softcap: c in c tanh(logit / c); None:
-    no cap. shape: the labels'. sequence_first: True if labels are [s, b], not [b, s].
+    group: the ranks over which the vocabulary is sharded; None: one rank. vocab_size: number of
+    token ids. first: the token id of this rank's first column. columns: how many of this rank's
+    columns are token ids; the columns after them are padding. chunk_size: rows of logits in memory
+    at a time. softcap: c in c tanh(logit / c); None: no cap. shape: the labels'. sequence_first:
+    True if labels are [s, b], not [b, s].
     """
 
     group: Any  # a ProcessGroup; None: one rank
@@ -333,9 +334,9 @@ class _Gradients:
                 self.tensors[i] = torch.zeros_like(factor, dtype=dtype)
 
     def add(self, rows: Any, parts: Any, d_logits: torch.Tensor):
-        """Write the gradients of one chunk's hidden states, and add those of the weights. rows: the
-        chunk's rows. parts: its (hidden, weight) pairs. d_logits: the loss's gradient for its
-        logits, [rows, V/tp]."""
+        """Compute one chunk's gradients: write them for the hidden states, add them to the sums for
+        the weights. rows: the chunk's rows. parts: its (hidden, weight) pairs. d_logits: the loss's
+        gradient for its logits, [rows, V/tp]."""
         for i, (hidden, weight) in enumerate(parts):
             d_hidden, d_weight = self.tensors[2 * i : 2 * i + 2]
             d_product = d_logits.to(weight.dtype)

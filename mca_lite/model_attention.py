@@ -232,8 +232,8 @@ class SelfAttention(Attention):
 
     If there are fewer query groups than tensor-parallel ranks, several ranks share a group: the
     projections are all-gathered, and each rank keeps the key and value of its group and a part of
-    its queries. Collectives: this gather, and those of the linears, RMSNormOverHeads and
-    CoreAttention.
+    its queries. Collectives: this all-gather, and the collectives in the linears, RMSNormOverHeads
+    and CoreAttention.
     """
 
     def __init__(
@@ -534,8 +534,8 @@ class CoreAttention(Sharded, RowModule):
 
     @property
     def needs_scores(self) -> bool:
-        """True if the scores are capped or have sinks, which torch's scaled_dot_product_attention
-        lacks."""
+        """True if the attention scores are capped or have sinks. torch's
+        scaled_dot_product_attention can do neither."""
         return self.softcap is not None or self.sinks is not None
 
     def _attend(

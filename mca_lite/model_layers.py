@@ -199,7 +199,7 @@ def _nothing(output: torch.Tensor) -> None:
 def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
-    """Build the Layer with this number. Its weights are in 8 bits with fp8_param. Otherwise, if
+    """Build the Layer with this number (from 1). With fp8_param its weights are in 8 bits. If
     config.weight_format is set, its matrices are quantised and frozen (QLoRA)."""
     with get_fp8_context(config, layer_number - 1, is_init=True):
         layer = Layer(config, layer_number, pg_collection)
@@ -287,7 +287,8 @@ class Block(MegatronModule):
     def _run(
         self, layers: Any, shared: dict[str, Any], hidden_states: torch.Tensor, *added: torch.Tensor
     ) -> torch.Tensor:
-        """Apply `layers` in turn. added: tensors for the outputs of the first of these layers."""
+        """Apply `layers` one after another. shared: keywords of Layer.forward. added: one tensor
+        for each of the first layers, which is added to its output."""
         one_each = self.config.fp8_recipe != "delayed"
         for i, layer in enumerate(layers):
             number = layer.layer_number - 1

@@ -150,9 +150,9 @@ def beside(module: torch.nn.Module) -> Any:
 def experts_product(
     x: torch.Tensor, weight: torch.Tensor, product: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Multiply each expert's tokens by its transposed matrix: product(x, weight as [n, out, in]).
-    weight: [n, ..., in], stacked over n experts; the middle axes are joined to `out`. A quantised
-    weight is saved for backward in its quantised form."""
+    """Multiply each expert's tokens by its transposed matrix. weight: [n, ..., in], stacked over n
+    experts; the middle axes are joined to `out`. product(x, weight [n, out, in]): the function that
+    multiplies. A quantised weight is saved for backward in its quantised form."""
     if hasattr(weight, "frozen_product"):
         return weight.frozen_product(x, product)
     return product(x, weight.flatten(1, -2))

@@ -72,7 +72,7 @@ def choose_experts(
     sum of its two best experts ("top2") or by its best one ("max").
     normalise: scale a token's weights to sum to 1.
     scaling: factor on the weights, applied last.
-    replace: function of the chosen indices; the weights are those of what it returns.
+    replace: function of the chosen expert indices that returns other indices to use instead.
     """
     scores = scores_of(logits, score_function)
     choice = scores
@@ -138,7 +138,7 @@ def balancing_parts(
     kind: "none" makes the balancing loss 0.
     group: the ranks that share the micro-batch's tokens; None: only this rank. Collective: one
     all-reduce over it.
-    experts: the tokens' experts [s b, k]; None: those with the highest scores.
+    experts: the chosen experts [s b, k]; None: the experts with the highest scores.
     """
     num_experts = logits.shape[-1]
     real = real.to(torch.float32).contiguous()
@@ -280,8 +280,8 @@ class Router(TopKRouter):
 
     @property
     def takes_best_scores(self) -> bool:
-        """True if the chosen experts are those with the highest scores: there is neither an expert
-        bias nor a limit to the best groups."""
+        """True if a token's experts are simply those with the k highest scores: there is neither an
+        expert bias nor a limit to the best groups of experts."""
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":

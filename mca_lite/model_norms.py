@@ -29,11 +29,11 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor | None = None, beside: bool = False) -> Any:
-        """norm(x). If `beside`: (norm(x), x), so that one kernel can add both gradients in backward
-        (kernels.norm_beside).
+        """norm(x). If `beside`: (norm(x), x), of which the second is for the residual, so that one
+        kernel can add both gradients in backward (kernels.norm_beside).
 
-        Without x: the weight, for a kernel that includes the norm. Read the weight by this call,
-        because DDP's overlap_param_gather hooks wait for it here.
+        Without x: the weight, for a kernel that includes the norm. Get the weight by this call,
+        because DDP's overlap_param_gather hooks wait for it when the module is called.
         """
         if x is None:
             return self.weight

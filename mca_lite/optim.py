@@ -175,8 +175,8 @@ class SplitMasterOptimizer(FP32Optimizer):
         part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
     def prepare_grads(self) -> bool:
-        """Make DDP's gradients those that the update reads. Returns False: there is no fp16 loss
-        scale that could overflow."""
+        """Let the update read DDP's gradient buffers directly. Returns False, because without an
+        fp16 loss scale nothing can overflow."""
         for parameter in self.get_parameters():
             parameter.decoupled_grad = parameter.main_grad  # the update reads bf16 as it is
         return False
@@ -284,8 +284,8 @@ def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict[str,
 def create_torch_optimizer(
     args: TrainingArguments, model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    """Create the optimizer for a plain torch model, over its trained parameters. Its groups are
-    megatron's: wd_mult 1 for weights with decay, 0 for others."""
+    """Create the optimizer for a plain torch model, over its trained parameters. Its parameter
+    groups have megatron's key wd_mult: 1 for weights with weight decay, 0 for weights without."""
     groups: list[dict[str, Any]] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -382,9 +382,9 @@ def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
 
 
 def load_scaler_states(scalers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Restore fp16 loss scalers from scaler_states(); constant scalers are not changed. If there
-    are more scalers than states, because the layout changed, the rest take the last state: all
-    scalers see the same overflows."""
+    """Restore fp16 loss scalers from scaler_states(); constant scalers are not changed. If the
+    layout changed and there are more scalers than states, the remaining scalers take the last
+    state: all scalers see the same overflows."""
     for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
         if isinstance(scaler, DynamicGradScaler):
             scale = torch.tensor([state["scale"]], dtype=torch.float32)

@@ -361,8 +361,9 @@ def exchange(
     receives: dict[int, torch.Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Send tensors to ranks of a group and receive into tensors from others, in one batch: {rank in
-    the group: tensor}. Waits until all have arrived.
+    """Send tensors to some ranks of a group and receive tensors from some ranks, in one batch, and
+    wait until all have arrived. sends, receives: {rank in the group: tensor}; a received tensor is
+    filled in place.
 
     The group must have run a collective before. Unbatched, nccl would make a communicator per pair
     of ranks, 265 MiB on each GPU.

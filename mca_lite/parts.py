@@ -163,9 +163,8 @@ PARTS = {
 
 @functools.cache
 def missing() -> dict[str, dict[str, str]]:
-    """{name of a part: {part: its missing files, comma-separated}} for the optional parts that
-    cannot be used. Files may be missing from the part itself or from parts that it needs. Cached.
-    """
+    """{name of an optional part that cannot be used: {name of a part: its missing files,
+    comma-separated}}. The inner names are the part itself or parts that it needs. Cached."""
     # look into this folder: an import could find a deleted file in another installation
     files = {path.stem for path in Path(__file__).parent.glob("*.py")}
     gone = {}

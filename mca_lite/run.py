@@ -99,8 +99,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     """Read tokenizer, configs, the weights' index, adapter and data -> the Plan, from which
     run.train() runs.
 
-    ValueError if one of them is wrong. No collectives: one process tokenises the data, and the
-    others poll for its cache files."""
+    ValueError if a file or a key is wrong. No collectives: one process tokenises the data, and the
+    others poll for its cache files.
+    """
     transformers.utils.logging.disable_progress_bar()
     keys = arguments.model
     args = arguments.training
@@ -191,7 +192,7 @@ def _of_any_depth(arguments: RunArguments) -> RunArguments:
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
-    """Raise ConfigError if the model has a value head (a reward model), and the stage wants logits,
+    """Raise ConfigError if the model has a value head (a reward model) and the stage trains logits,
     or the reverse. wanted: True if the stage trains a value head. folder: the model's."""
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"

@@ -93,7 +93,9 @@ def forward_step(
     """Run the iterator's next micro-batch through one chunk of the model -> (output, loss_func).
     Pipeline schedules call it, as megatron's forward_step_func.
 
-    to_inputs: turns a batch into the model's keyword arguments; None: inputs_of."""
+    objective: the trainer, or another object with its loss hooks. to_inputs(batch): the model's
+    keyword arguments; None: inputs_of().
+    """
     batch = next(data_iterator)
     to_inputs = to_inputs or functools.partial(inputs_of, backend)
     inputs = to_inputs(batch)
@@ -110,9 +112,10 @@ def forward_step(
 
 def use_loss(backend: Any, objective: Any, batch: dict[str, Any] | None = None) -> None:
     """Make the backend's model compute the objective's loss from logits, or cross entropy if the
-    objective has none.
+    objective has none. objective: the trainer, or another object with its loss hooks.
 
-    batch: the micro-batch, as _pre_compute_loss gets it; None outside of a step."""
+    batch: the micro-batch, as the hook _pre_compute_loss gets it; None outside of a step.
+    """
     of_logits = objective._loss_of_logits
     if of_logits is not None:
         of_logits = functools.partial(_loss_in, batch, of_logits)

@@ -321,9 +321,9 @@ OBJECTIVES: dict[str, Objective] = {}
 def register_objective(stage: str, **fields: Any) -> Objective:
     """Add a training objective that `stage: <name>` selects, and return its row of OBJECTIVES.
 
-    fields: those of Objective; `records` is required. Call it on every rank before the
-    configuration is parsed. ValueError if the name exists or `records` is unknown, TypeError if the
-    trainer is no class.
+    fields: the other fields of Objective, of which `records` is required. Call it on every rank
+    before the configuration is parsed. ValueError if the name exists or `records` is unknown,
+    TypeError if the trainer is no class.
     """
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
@@ -410,7 +410,7 @@ def register_optimizer(
     backends. Under megatron-core it updates float32 master weights.
 
     aliases: other names for it.
-    fields: those of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
+    fields: fields of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
 
     Call it on every rank before the configuration is parsed. ValueError for a name that exists,
     TypeError if `make` cannot be called.
@@ -569,7 +569,7 @@ def is_of_inputs(name: str) -> bool:
 
 def other_columns(*read: str) -> tuple[str, ...]:
     """Names of this package's loss columns, such as "reference" or "advantage", that a trainer
-    would ignore: all but those in `read`."""
+    would ignore: all loss columns except the ones in `read`."""
     of_losses = (
         ANSWER_LABEL,
         "reference",

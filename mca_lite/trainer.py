@@ -856,15 +856,15 @@ class McaTrainer(OtherNames):
 
     @classmethod
     def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
-        """Hook: raise ConfigError if the second model does not fit the first; here, if their
-        vocabularies have different sizes. first, second: run.PlannedModels."""
+        """Hook: raise ConfigError if the second model does not fit the first; in this class, if
+        their vocabularies have different sizes. first, second: run.PlannedModels."""
         if second.old_vocab_size != first.old_vocab_size:
             reason = f"a vocabulary of {second.old_vocab_size} tokens, not {first.old_vocab_size}"
             refuse("ref_model", str(second.folder), reason, "a model that reads the same tokens")
 
     @classmethod
     def notes_of_run(cls, arguments: Any) -> list[str]:
-        """Hook: notes about the objective that a run prints at its start; none here."""
+        """Hook: notes about the objective that a run prints at its start. This class has none."""
         return []
 
     @classmethod

@@ -71,8 +71,8 @@ class Evaluator:
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
         """Compute, log and return metrics of a dataset: {"<prefix>_<metric>": value}. For a dict of
-        datasets: metrics over all sets together, without those of compute_metrics, and each set's
-        metrics, named <prefix>_<set>_<metric>."""
+        datasets: metrics over all sets together, except those of compute_metrics, and the metrics
+        of each set, named <prefix>_<set>_<metric>."""
         trainer = self.trainer
         if isinstance(dataset, dict):
             parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]

@@ -86,8 +86,9 @@ class Numbers:
         return Numbers(self.keys, backend.reduce(self.vector))
 
     def set_counts(self, *counts: int) -> None:
-        """Set the counts in place: those of count_tokens, then the number of positions. No device
-        sync."""
+        """Set the counts in place. counts: what data_batches.count_tokens returns (tokens, squared
+        document lengths, image patches, squared patches), then the number of positions with
+        padding. No device sync."""
         values = torch.tensor(counts, dtype=self.vector.dtype)
         self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
@@ -100,7 +101,8 @@ class Numbers:
         """{metric: sum / count}. Waits for the device.
 
         Metrics with a count of 0 are left out, except the loss, which is then `uncounted`. If
-        `uncounted` is None, all of them are None."""
+        `uncounted` is None, every metric with a count of 0 is None.
+        """
         values = self.vector.tolist()
         pairs = zip(self.keys, values[::2], values[1::2], strict=False)
         nothing = dict.fromkeys(self.keys if uncounted is None else ["loss"], uncounted)

@@ -460,8 +460,8 @@ class Watchdog:
         return failed[0] if failed else None
 
     def _tell(self, error: Exception) -> Iterator[RankFailed]:
-        """The work of tell(), which limits its time: store the error, or yield the RankFailed to
-        raise."""
+        """Store the error for the other ranks, or yield the RankFailed to raise instead. tell()
+        calls it and limits its time."""
         if not lost_a_rank(error):
             line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._judge(f"{self._name} failed: {line}", code=1)
@@ -481,9 +481,10 @@ class Watchdog:
 def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
     """Indices of the late ranks by their answers; [] if no rank is behind the others.
 
-    Late are the ranks that have begun the fewest phases (-1 without an answer); among them, those
-    that do not wait for others, if any; among these, those with fewer micro-batches than others of
-    their pipeline stage, if any."""
+    Three filters, one after another: ranks that have begun the fewest phases (-1 without an
+    answer); of these, ranks that do not wait for others, if there are any; of these, ranks with
+    fewer micro-batches than another late rank of their pipeline stage, if there are any.
+    """
     progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
     late = [rank for rank, own in enumerate(progress) if own == min(progress)]
     most: dict[int, int] = {}
@@ -496,8 +497,9 @@ def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
 
 
 def describe(late: list[int], answers: list[dict[str, Any]], names: list[str]) -> str:
-    """Text about the late ranks, with phase, host and stack of a few (of any ranks if none is
-    late), and about the phases of the others."""
+    """Text about late ranks: phase, host and stack of the first few, then the phases of the other
+    ranks. If `late` is empty, the first few of all ranks are described. names: each rank's name,
+    with its host."""
     lines = [f"{len(late)} of {len(names)} ranks behind:"]
     for rank in (late or range(len(names)))[:_SHOWN]:
         lines.append(f"{names[rank]}: {answers[rank]['text']}")

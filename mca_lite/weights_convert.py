@@ -128,8 +128,8 @@ def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
 
 
 def degree(row: Row, config: Any) -> int:
-    """Number of ranks that the row's tensor is split over: the tensor-parallel size, for an
-    expert's the expert-tensor-parallel size, and 1 if each rank has it whole."""
+    """Number of ranks over which the row's tensor is sharded: the expert-tensor-parallel size for
+    an expert's tensor, otherwise the tensor-parallel size; 1 if each rank has the whole tensor."""
     if row.axis is None:
         return 1
     if row.expert is None:

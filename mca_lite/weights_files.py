@@ -269,7 +269,9 @@ def file_tensors(
 
 
 def prefixes_of(names: Iterable[str]) -> dict[str, str]:
-    """{prefix of transformers' modules: prefix of tensors with these names}, where they differ."""
+    """{prefix in transformers' module names: prefix in a checkpoint's tensor names}, for a
+    checkpoint whose prefixes differ from transformers'; otherwise {}. names: the checkpoint's
+    tensor names."""
     names = tuple(names)
     for prefixes in (OLDER_PREFIXES, THINKER_PREFIXES):
         if any(name.startswith(prefixes["model.visual."]) for name in names):
@@ -278,7 +280,8 @@ def prefixes_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """The name with the first prefix that it has replaced. prefixes: (old, new)."""
+    """`name` with its prefix replaced, by the first (old, new) pair in `prefixes` whose old prefix
+    it has; unchanged if there is no such pair."""
     for old, new in prefixes:
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -294,9 +297,9 @@ class SafetensorsSource:
     """A TensorSource for the safetensors of a folder or hub model. Tensors have the names of
     transformers' modules, and single experts the names used by most files.
 
-    prefixes: those of transformers' modules -> those of the files, where they differ. stored: the
-    names before stacked experts are split and prefixes replaced. format: how the files stack
-    experts (part_stacked.format_of), "" if they do not.
+    prefixes: {prefix in transformers' module names: prefix in the files}, where they differ.
+    stored: the tensor names in the files, before stacked experts are split and prefixes replaced.
+    format: how the files stack experts (part_stacked.format_of), "" if they do not.
     """
 
     def __init__(self, model_name_or_path: str):
@@ -315,7 +318,7 @@ class SafetensorsSource:
         self._slices = {with_prefix(name, to_modules): part for name, part in self._slices.items()}
 
     def names(self) -> KeysView[str]:
-        """The tensor names, in the order of the files."""
+        """The tensor names, file by file, as names of transformers' modules."""
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
@@ -630,8 +633,8 @@ class GrownSource:
 
 def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
     """Grow the embedding, the output layer and the config of a transformers model to vocab_size, in
-    place. New rows are the mean of the old ones, rounded to dtype, that of the weights in the
-    files."""
+    place. New rows are the mean of the old rows, rounded to `dtype`, in which the files have the
+    weights."""
     modules = [model.get_input_embeddings, model.get_output_embeddings]
     if has_value_head(model.config.architectures):
         modules.pop()
@@ -646,11 +649,11 @@ def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
 
 
 def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0) -> bool:
-    """True if no model here reads a checkpoint tensor of this name: loading skips it, and an export
+    """True if this package reads no checkpoint tensor of this name: loading skips it, and an export
     copies it.
 
     Multi-token prediction layers have indices after the decoder's layers; the first num_trained of
-    them are read. Tensors of Family.unused are unused only if num_trained is 0 or None.
+    these layers are read. Tensors of Family.unused are unused only if num_trained is 0 or None.
     """
     family = FAMILIES.get(str(hf_config.get("model_type")))
     patterns: tuple[str, ...] = UNUSED_TENSORS
