@@ -757,9 +757,9 @@ _IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Split a command line -> ({name: raw value}, [Problem for each word that cannot be read]).
-    Words override values from the config file, if one is named. Names may be aliases. Raises
-    ConfigError if the config file cannot be read."""
+    """Split a command line into keys -> ({name: raw value}, [Problem for each word that cannot be
+    read]). argv: the words. Words override values from the config file, if one is named. Names may
+    be aliases. Raises ConfigError if the config file cannot be read."""
     words: list[tuple[str, Any]] = []
     problems: list[Problem] = []
     paths = []
@@ -820,11 +820,12 @@ def _key_of(name: str) -> str:
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """Resolve aliases in {name: raw value} -> ({key: raw value}, notes about keys that are
-    ignored).
+    """Resolve aliases in `values`, {name: raw value} -> ({key: raw value}, notes about keys that
+    are ignored).
 
     Appends to `problems` a Problem for each name that is unknown, that this package refuses, or
-    that repeats a key, and for each key that needs an optional part whose files are missing.
+    that repeats a key, and for each key that needs an optional part of the package whose files are
+    missing.
     """
     keys: dict[str, Any] = {}
     ignored = []

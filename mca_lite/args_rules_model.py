@@ -372,8 +372,9 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 
 
 def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
-    """Check a raw config.json and the arguments against each other: the model type, the ranges of
-    sizes, and sizes against the parallel layout. Problems are added to `judge`."""
+    """Check `values`, the contents of a config.json, and the run's arguments `a` against each
+    other: the model type, the ranges of sizes, and sizes against the parallel layout. Problems are
+    added to `judge`."""
     check_type(values, judge, a.use_mca)
     before = len(judge.problems)
     numbers = numbers_of(values)

@@ -229,7 +229,7 @@ def normalise_training(a: Keys) -> None:
 
 
 def _samples_at_once(a: Keys) -> int:
-    """Samples in one micro-batch of every data-parallel rank together."""
+    """Samples in one micro-batch, summed over all data-parallel ranks. a: TrainingArguments."""
     return a.per_device_train_batch_size * a.data_parallel_size
 
 
@@ -248,8 +248,8 @@ def _cast_values(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any
 
 
 def _try_cast(value: object, hint: object) -> tuple[Any, str]:
-    """(cast value, ""), or (the value itself, a message with the expected type) if it cannot be
-    cast."""
+    """Cast `value` to the type `hint` -> (cast value, ""); if it cannot be cast, (the value itself,
+    a message with the expected type)."""
     try:
         return cast(value, hint), ""
     except ValueError as error:
@@ -535,9 +535,9 @@ def plan_schedule(a: Keys, num_training_steps: int) -> ScheduleSteps:
 
 
 def warmup_steps(a: Keys, num_training_steps: int) -> int:
-    """Number of warm-up steps: the key warmup_steps; if that is 0, warmup_ratio x
-    num_training_steps, rounded up but leaving one step for the decay. 0 if the schedule is
-    "constant"."""
+    """Number of warm-up steps in a run of num_training_steps. It is the key warmup_steps; if that
+    is 0, warmup_ratio x num_training_steps, rounded up but leaving one step for the decay; 0 if the
+    schedule is "constant". a: TrainingArguments."""
     if a.lr_scheduler_type == "constant":
         return 0
     share = math.ceil(a.warmup_ratio * num_training_steps)

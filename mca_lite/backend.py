@@ -118,7 +118,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def use_loss(self, of_logits: LossOfLogits | None) -> None:
-        """Replace the trained model's cross entropy by this loss (None: restore cross entropy)."""
+        """Replace the trained model's cross entropy by `of_logits`, a function of Logits (None:
+        restore cross entropy)."""
 
     @abc.abstractmethod
     def use_timers(self, timers: Callable[..., Any]) -> None:
@@ -150,11 +151,13 @@ class Backend(abc.ABC):
         seq_length: int,
         last: bool = False,
     ) -> list[dict[str, Any]]:
-        """Run the schedule forward and backward -> metrics, as from forward(). The gradients are
-        added to those of earlier calls since the last finish_gradients() or discard_gradients().
+        """Run the schedule forward and backward -> metrics per micro-batch, as from forward(). The
+        gradients are added to the gradients of earlier calls, until finish_gradients() or
+        discard_gradients() is called.
 
-        last: True in the last call before finish_gradients(): its backward pass may then already
-        reduce gradients over ranks."""
+        seq_length: the first micro-batch's number of positions. last: True in the last call before
+        finish_gradients(): its backward pass may then already reduce gradients over ranks.
+        """
 
     @abc.abstractmethod
     def finish_gradients(
@@ -273,8 +276,9 @@ class Backend(abc.ABC):
         forward_only: bool = False,
         chunks: Any = None,
     ) -> list[dict[str, Any]]:
-        """Run a step's micro-batches -> metrics per micro-batch. With forward_only: forward().
-        Otherwise also compute the gradients of a whole update, ready for step(). Collective."""
+        """Run a step's micro-batches -> metrics per micro-batch. With forward_only: forward(), with
+        its `chunks`. Otherwise also compute the gradients of a whole update, ready for step().
+        Collective."""
         if forward_only:
             return self.forward(forward_step, micro_batches, seq_length, chunks)
         self.pending = None  # drop what a failed call may have left
@@ -308,8 +312,8 @@ class Backend(abc.ABC):
         return self.args.grad_norm_skip_threshold or sys.float_info.max
 
     def rejects(self, grad_norm: float) -> bool:
-        """True if an update with this gradient norm must be skipped: there is a largest_norm, and
-        the norm is NaN or above it."""
+        """True if an update must be skipped because its grad_norm is NaN or above largest_norm.
+        False if largest_norm is None."""
         return self.largest_norm is not None and not grad_norm <= self.largest_norm
 
     def train_mode(self, training: bool) -> None:
@@ -391,8 +395,8 @@ class Backend(abc.ABC):
                 rows += carried
 
     def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
-        """Load a checkpoint's weights, and its optimizer state if wanted. ValueError if its
-        adapters do not fit this run's, or if only the checkpoint or only the run has adapters.
+        """Load a checkpoint's weights; with with_optimizer also its optimizer state. ValueError if
+        its adapters do not fit this run's, or if only the checkpoint or only the run has adapters.
         Collective."""
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)

@@ -51,8 +51,8 @@ ROW_BUCKET = 64
 
 
 def _one_or_all(of_chunks: list[Any]) -> Any:
-    """The list if it has several elements, otherwise its element: megatron takes a list only for
-    several chunks."""
+    """The list of_chunks if there are several chunks, otherwise its one element, because megatron
+    takes a list only for several chunks."""
     return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
 
@@ -88,8 +88,9 @@ class MegatronBackend(Backend):
                 router.statistics = self.statistics_of_routers
 
     def set_layout(self, config: McaModelConfig, cp_rank: int) -> None:
-        """Set the attributes that depend on a config's model and layout, such as document_multiple,
-        for batches and losses."""
+        """Set the attributes for batches and losses that depend on the model and the layout in
+        `config`, such as document_multiple. cp_rank: this rank's index in its context-parallel
+        group."""
         self.hf_config = config.hf_config
         self.inputs = config.inputs
         cp = config.context_parallel_size
@@ -192,8 +193,9 @@ class MegatronBackend(Backend):
         return total * self.config.context_parallel_size, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks that share each row. Backward returns the gradient unchanged, because
-        megatron sums parameter gradients over these ranks. Collective in forward."""
+        """Sum `values` over the context-parallel ranks, which share each row. Backward returns the
+        gradient unchanged, because megatron sums parameter gradients over these ranks. Collective
+        in forward."""
         if self.config.context_parallel_size == 1:
             return values
         group = mpu.get_context_parallel_group()

@@ -97,8 +97,9 @@ def _taken(
 
 
 def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tensor:
-    """[samples] from a column [documents]: the one value that all documents of a sample have.
-    Raises ValueError if they have different values."""
+    """Reduce `column` [documents] to [samples]: the one value that all documents of a sample have.
+    per_sample: documents per sample. Raises ValueError if the documents of a sample have different
+    values."""
     of_samples = column.view(len(column) // per_sample, per_sample)
     expect(
         bool((of_samples == of_samples[:, :1]).all()),
@@ -383,8 +384,8 @@ def _borders(lengths: torch.Tensor) -> torch.Tensor:
 
 def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int]]:
     """Yield (document start, chunk start, chunk end), indices in the whole row, for each chunk that
-    a context-parallel rank holds. A chunk is a whole document if cp_size is 1. Raises ValueError if
-    a document cannot be cut into 2 * cp_size equal chunks."""
+    a context-parallel rank holds. cu: the row's document borders. A chunk is a whole document if
+    cp_size is 1. Raises ValueError if a document cannot be cut into 2 * cp_size equal chunks."""
     for start, end in itertools.pairwise(cu):
         if cp_size == 1:
             yield start, start, end
@@ -401,7 +402,7 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     """int64 [t / cp]: the tokens that a context-parallel rank holds, in its order, as indices in
-    the whole row."""
+    the whole packed row. cu: the row's document borders, from 0 to t."""
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 

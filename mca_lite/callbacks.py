@@ -112,8 +112,9 @@ def raise_flags(
     control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
 ) -> None:
     """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
-    in `args`, once `state` has counted a step. At max_steps all three are set, except for a
-    strategy "no". Flags that are set already stay set."""
+    in `args`. Called once `state` has counted a step. At max_steps all three are set, except for a
+    strategy "no". end_of_epoch: True after an epoch's last step. Flags that are set already stay
+    set."""
     last = state.is_over
 
     def is_time(strategy: str, interval: Any) -> bool:

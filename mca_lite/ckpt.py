@@ -544,8 +544,9 @@ def write_weights(
     exported: list[str] | None = None,
 ) -> None:
     """Write a snapshot and its manifest into a folder. backend: the name of the backend that made
-    it. exported: further files that this rank wrote there. Raises CheckpointError, on every rank,
-    if any rank fails. Collective."""
+    it. hf_config: the model's, for its identity in the manifest. with_optimizer: True if the
+    snapshot has optimizer state. exported: further files that this rank wrote there. Raises
+    CheckpointError, on every rank, if any rank fails. Collective."""
     facts = _facts(backend, hf_config, with_optimizer=with_optimizer)
     job = _Job(folder, folder, snapshot, facts, {}, exported or [])
     job.write()
@@ -597,7 +598,7 @@ def _ranking(settings: dict[str, Any]) -> tuple[str, bool]:
 
 def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
     """The settings that may not change when a run is resumed, because they decide which optimizer
-    state a checkpoint has."""
+    state a checkpoint has. before: the settings in the checkpoint."""
     fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():
         fixed += row.fixed
@@ -641,9 +642,9 @@ def random_states() -> bytes:
 
 
 def restore_random_states(folder: Path, is_same_layout: bool) -> None:
-    """Restore this rank's random states (torch, CUDA, megatron, python, numpy) if the layout is
-    unchanged and their file is there. Raises CheckpointError, on every rank, if any rank's file has
-    other content. Collective."""
+    """Restore this rank's random states (torch, CUDA, megatron, python, numpy) from a checkpoint's
+    folder, if is_same_layout and the rank's file is there. Raises CheckpointError, on every rank,
+    if any rank's file has other content. Collective."""
     path = folder / f"rng-{parallel.rank()}.pt"
 
     def restore() -> None:

@@ -307,10 +307,11 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a written checkpoint to its final name, and update the pointer `latest`. A checkpoint
-    that has the name already is replaced.
+    """Rename the folder `temporary`, a written checkpoint, to `final`, and update the pointer
+    `latest`. An earlier checkpoint named `final` is replaced.
 
-    If this is interrupted anywhere, every folder with a checkpoint's name is whole."""
+    If this is interrupted anywhere, every folder with a checkpoint's name is whole.
+    """
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
         sync(folder)
     replaced = _free_name(final.with_name(f".{final.name}.replaced"))
@@ -464,8 +465,8 @@ def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
 
 
 def refuse_damage(folder: Path, backend: str, identity: dict[str, Any]) -> None:
-    """Raise CheckpointError for a checkpoint that is damaged, or of another model, backend or
-    version. Collective."""
+    """Raise CheckpointError if a checkpoint is damaged, or of another model, backend or version.
+    backend, identity: the run's, as in find(). Collective."""
     bad = inspect(folder, backend, identity)
     if bad:
         raise CheckpointError(bad)

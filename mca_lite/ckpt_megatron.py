@@ -140,9 +140,9 @@ class _Window(io.RawIOBase):
 
 
 def _place_of_data(file: Any, start: int, length: int, num_bytes: int) -> int:
-    """The position in a file where the data of a tensor begins that torch.save wrote from `start`
-    on. Its zip archive is read without the pickle. ValueError if there is no tensor of num_bytes.
-    """
+    """The position in a file where a tensor's data begins. torch.save wrote the tensor as a zip
+    archive of `length` bytes from `start` on; the archive is read without its pickle. ValueError if
+    it has no tensor of num_bytes."""
     window = _Window(file, start, length)
     with zipfile.ZipFile(window) as archive:
         found = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
@@ -216,8 +216,8 @@ def _sizes(tensor: Any) -> list[int]:
 def _overlap(
     offset: Sequence[int], sizes: Sequence[int], other: Sequence[int], others: Sequence[int]
 ) -> tuple[slice, ...]:
-    """The slices, within the first box (offset, sizes), of what it has in common with a
-    second box."""
+    """The slices, within the box (offset, sizes), of its intersection with a second box (other,
+    others)."""
     axes = zip(offset, sizes, other, others, strict=True)
     return tuple(
         slice(max(0, o - a), max(0, min(size, o + length - a))) for a, size, o, length in axes
@@ -443,7 +443,8 @@ def _is_distributed(part: Any) -> bool:
 
 
 def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
-    """{id of a parameter or buffer: its sharded tensor, or a factory of several}."""
+    """{id of a parameter or buffer: its sharded tensor, or a factory of several}, from the tensors
+    that _sharded() returned by chunk and name."""
     found = extract_sharded_tensors_and_factories(chunks)[0]
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 

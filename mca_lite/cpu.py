@@ -395,8 +395,8 @@ def apply_on_cuda() -> None:
 
 
 def _put_in_force(table: Iterable[PatchRow]) -> list[PatchRow]:
-    """Assign each replacement to its object's attribute -> the rows. All replacements are made
-    first, from the originals."""
+    """Assign each replacement in `table` to its object's attribute -> the rows of the table. All
+    replacements are made first, from the originals."""
     rows = list(table)
     for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)

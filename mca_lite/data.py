@@ -138,9 +138,9 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset, list[str]]:
-    """Interleave the samples of a dataset's shards by the key mix_strategy -> (dataset of one
-    epoch, report lines). A shard is read in order, and again from its start if the strategy repeats
-    samples. The strategy "concat" changes nothing.
+    """Interleave the samples of a dataset's shards by the keys mix_strategy and mix_weights of
+    data_args -> (dataset of one epoch, report lines). A shard is read in order, and again from its
+    start if the strategy repeats samples. The strategy "concat" changes nothing.
 
     Other strategies raise ConfigError if `dataset` has no sample of some shard.
     """
@@ -236,8 +236,8 @@ def _describe_shard(
 def show_samples(
     samples: Iterable[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[str]:
-    """Report lines with the text of a dataset's first sample: one line, or for a pair one each for
-    chosen and rejected. samples: that sample, or nothing."""
+    """Report lines with the text of a dataset's first sample: one line; for a pair two, chosen and
+    rejected. samples: the first sample as documents, or nothing."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
@@ -346,8 +346,8 @@ def load_datasets(
 
 
 def _counted(name: str, dataset: TokenDataset, objective: Objective) -> str:
-    """A report line with a dataset's size. Raises ConfigError if it has fewer samples than the
-    stage needs."""
+    """A report line with a dataset's name and size. Raises ConfigError if it has fewer samples than
+    the training objective needs."""
     least = objective.least_samples
     if len(dataset) < least:
         reason = f"samples of {name}: stage {objective.stage} compares {least} or more"

@@ -555,7 +555,7 @@ class _Filled(Dataset):
 
 
 def _sample_of(is_filler: bool, sample: Any) -> Any:
-    """The sample; for a filler without its columns for images and other inputs, because a filler's
+    """The sample; if is_filler, without its columns for images and other inputs, because a filler's
     placeholder tokens are masked."""
     if not is_filler:
         return sample

@@ -287,9 +287,9 @@ class ChatRenderer:
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[Message], trained: str) -> Rendered:
-        """Join a prompt and its completion, without chat template, into one text that ends with eos
-        (if the tokenizer has one), as TRL trains them. trained: "all" trains the whole text, other
-        values the completion."""
+        """Join a prompt and its completion (messages), without chat template, into one text that
+        ends with eos (if the tokenizer has one), as TRL trains them. trained: "all" trains the
+        whole text, other values the completion."""
         prompt, completion = (message["content"] for message in messages)
         ending = self.tokenizer.eos_token or ""
         text = (prompt + completion).removesuffix(ending) + ending
@@ -350,9 +350,9 @@ class ChatRenderer:
         return self._render(messages, prompt=True)
 
     def _check_whole(self, messages: list[Message]) -> None:
-        """Raise ValueError if the template leaves out a message or a tool call. Each text is
-        replaced by a mark, which the rendered conversation must contain; nothing is checked if the
-        template refuses the marks."""
+        """Raise ValueError if the template leaves out a message or a tool call. For this check each
+        text in `messages` is replaced by a mark, which the rendered conversation must contain;
+        nothing is checked if the template refuses the marks."""
         marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
         for number, message in enumerate(messages):
@@ -425,8 +425,8 @@ class ChatRenderer:
         return parts
 
     def _sample(self, messages: list[Message], wanted: list[int]) -> Rendered:
-        """A conversation as text, with the spans of the answers at indices `wanted`. Raises
-        ValueError if the answers cannot be found in the text."""
+        """The conversation `messages` as text, with the spans of the answers at indices `wanted`.
+        Raises ValueError if the answers cannot be found in the text."""
         text = self._render(messages)
         self.media.check_rendered(text, messages)
         spans = self._marked_spans(messages)
@@ -590,8 +590,9 @@ class ChatRenderer:
         return []
 
     def _around_marker(self, messages: list[Message], number: int) -> tuple[str, str]:
-        """The text before and after a marker that replaces message `number`'s answer, or the name
-        of its first function call. Its thinking is kept."""
+        """Render `messages` with a marker in place of the answer at index `number`, or of the name
+        of its first function call -> the text before and after the marker. The answer's thinking is
+        kept."""
         message = messages[number]
         name = ""
         if calls := message.get("tool_calls"):
@@ -622,9 +623,10 @@ class ChatRenderer:
         return start + len(header) if header and text.endswith(after) and start >= 0 else -1
 
     def _prompts(self, before: str, messages: list[Message]) -> Iterator[str]:
-        """Yield the texts that the prompt of the next answer may have. A prompt may end with a
-        block of thinking, empty or open, that the finished conversation does not have, or lack
-        empty blocks before tool calls."""
+        """Yield the texts that the prompt of the next answer may have in the finished conversation.
+        Rendered by itself, the prompt may end with a block of thinking, empty or open, that the
+        conversation does not have, or lack empty blocks before tool calls. before: the text before
+        the answer. messages: the earlier messages."""
         style = self._style
         written = []
         for options in (self.options, {}):
@@ -672,7 +674,8 @@ def _with_ends(text: str, spans: list[Any], ends: Sequence[str]) -> tuple[str, l
 
 
 def _before_answer(content: str) -> str:
-    """The thinking, up to its last </think>, and the white space at the start of a message."""
+    """The beginning of a message's content that is not its answer: the thinking, up to its last
+    </think>, and white space."""
     match = re.match(r"(?:.*</think>)?(?:\s*(?=\S))?", content, re.DOTALL)
     return match.group() if match else ""
 

@@ -423,7 +423,7 @@ class Encoder:
             ) from None
 
     def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
-        """A text's tokens, all trained, with eos at the end; none for an empty text."""
+        """`ids` as a document, all trained, with eos at the end; empty if the text is empty."""
         eos = self.tokenizer.eos_token_id
         if not rendered.text:
             ids = []
@@ -512,7 +512,7 @@ def _in_proportion(document: Document, limit: int) -> Document:
 
 
 def _shared_prompt(chosen: Document, rejected: Document) -> int:
-    """The count of untrained tokens that both documents have in common at their start."""
+    """The count of untrained tokens that the documents of a pair have in common at their start."""
     size = min(len(chosen), len(rejected))
     # the token at the border may belong to only one of the answers
     differ = (chosen[:size] != rejected[:size]) | (chosen[:size] >= 0)

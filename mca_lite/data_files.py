@@ -66,7 +66,8 @@ class DatasetSpec:
 def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[DatasetSpec]:
     """Find the files of datasets -> one DatasetSpec per entry. An entry is a name in
     dataset_dir/dataset_info.json, else a file or folder (as given, or in dataset_dir), else a
-    dataset on the Hugging Face hub, downloaded unless cached.
+    dataset on the Hugging Face hub, downloaded unless cached. objective: decides which columns may
+    be declared.
 
     Raises ValueError for an entry that is none of these, or for a declaration that cannot be
     followed.

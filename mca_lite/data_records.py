@@ -30,11 +30,12 @@ _LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str | None]:
     """{column: value} for a dataset's records: the registered columns, and this package's columns
-    that the keys set.
+    that keys of data_args set.
 
     A number is the value for records that have no field of the column's name; a text names the
     record field with the value; None means the column's default. Raises ValueError if the dataset
-    declares a value for a column that is not registered."""
+    declares a value for a column that is not registered.
+    """
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),
@@ -314,7 +315,7 @@ def is_plain(record: Any, form: str) -> bool:
 
 def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     """True if a pair's answers are whole conversations that contain the prompt: the first turn of
-    "chosen" is not the assistant's."""
+    "chosen" is not the assistant's. pairs has no effect."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 

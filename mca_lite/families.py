@@ -143,7 +143,8 @@ def _grouped_experts(
 
 def _sigmoid_router(hf: Any, *keys: str) -> dict[str, Any]:
     """Config fields for the experts of DeepSeek-V3 and similar models: sigmoid scores, and a bias
-    that affects only which experts are chosen. keys: `routed` and `shared` of _grouped_experts."""
+    that affects only which experts are chosen. keys: the config.json keys with the counts of routed
+    and of shared experts."""
     return {
         **_grouped_experts(hf, (hf.n_group or 1) > 1, *keys),
         "moe_router_score_function": "sigmoid",
@@ -158,8 +159,8 @@ def _glm4_moe(hf: Any) -> dict[str, Any]:
 
 
 def _latent_fields(hf: Any) -> dict[str, Any]:
-    """Config fields for multi-latent attention. With yarn's mscale_all_dim they include the scale
-    of attention scores, which it changes."""
+    """Config fields for multi-latent attention. With yarn's mscale_all_dim these include the scale
+    of the attention scores, because that key changes the scale."""
     rope = hf.rope_parameters
     fields = {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
     factor = rope.get("factor") or 1.0
@@ -171,8 +172,9 @@ def _latent_fields(hf: Any) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: Any) -> dict[str, Any]:
-    """Config fields for gpt-oss: experts in each layer, and biases in attention. Its softmax over
-    the chosen experts equals a softmax over all experts that is normalised over the chosen ones."""
+    """Config fields for gpt-oss: experts in each layer, and biases in attention. The router's
+    weights are a softmax over all experts, normalised over the chosen experts, which equals
+    gpt-oss's softmax over the chosen experts."""
     return {
         **_experts_everywhere(hf),
         "add_qkv_bias": hf.attention_bias,

@@ -316,12 +316,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 
 
 def rope_parameters(hf: Any) -> list[dict[str, Any]]:
-    """The rotary embedding's parameters in a transformers config, as new dicts with defaults filled
-    in.
-
-    [parameters], or [for sliding-window layers, for full-attention layers] if the config
-    distinguishes them.
-    """
+    """The rotary embedding's parameters in a transformers config `hf`, as new dicts with defaults
+    filled in: [parameters]; or if the config distinguishes layers, [those of sliding-window layers,
+    those of full-attention layers]."""
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:
@@ -349,8 +346,8 @@ def _default(kind: type) -> Any:
 
 
 def field_of(hf: Any, key: str, default: Any = None) -> Any:
-    """A field of a transformers config. `default` if the config's class has no such field, because
-    transformers' model ignores it then; head_dim is read in any case."""
+    """The value of `key` in a transformers config `hf`. `default` if the config's class has no such
+    field, because transformers' model ignores it then; head_dim is read in any case."""
     # models read head_dim even if the config class has no such field
     if key == "head_dim" or hasattr(_default(hf.__class__), key):
         return getattr(hf, key, default)

@@ -167,7 +167,8 @@ def checksum(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def _checksum_of_piece(descriptor: int, start: int) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file's piece of at most _PIECE_BYTES that begins at byte `start`."""
+    """(bytes, CRC-32) of the piece of a file, at most _PIECE_BYTES long, that begins at byte
+    `start`. descriptor: the open file's."""
     block = memoryview(bytearray(_BLOCK_BYTES))
     done = 0
     crc = 0
@@ -366,12 +367,13 @@ def read_model_config(
     own_weights: bool = True,
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
-    """The content of the first of `files` in a model's folder, or of config.json on the hub (see
-    thinker_values for a model that also generates speech). If it cannot be used, `judge` gets a
-    Problem and the result is {}.
+    """The content of the first of `files` in a model's folder, or of config.json on the hub at
+    `revision` (see thinker_values for a model that also generates speech). If it cannot be used,
+    `judge` gets a Problem and the result is {}.
 
     own_weights: True if the model's weights will be read too; a checkpoint in mcore_adapter's
-    format is a Problem then."""
+    format is a Problem then.
+    """
     folder = Path(name)
     of_mcore_adapter = own_weights and why_mcore_adapters(folder)
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():

@@ -132,7 +132,8 @@ class Finetuning:
 
     def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict[str, Any]:
         """Hook: {end of the tensor's name: shape} of the tensors that a subclass adds next to a
-        module's weight on this rank. shape: this rank's shard of the weight."""
+        module's weight on this rank. shape: this rank's shard of the weight. is_embedding: True for
+        an embedding."""
         return {}
 
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:

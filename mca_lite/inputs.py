@@ -135,8 +135,8 @@ class Media:
         return ()
 
     def expand(self, document: np.ndarray, inputs: Sequence[Any]) -> np.ndarray:
-        """The document with each input's placeholder repeated, one token per feature of the input.
-        Base class: the document unchanged."""
+        """The document's tokens with each input's placeholder repeated, one token per feature of
+        the input. Base class: the document unchanged."""
         return document
 
     def fit(

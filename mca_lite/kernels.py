@@ -96,8 +96,8 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def works(why_not: Callable[[], str | None], warning: str) -> bool:
-    """True if why_not() returns None, so that a compiler works; otherwise warn with its reason.
-    Cached: each compiler is tried once."""
+    """True if why_not() returns None, so that a compiler works; otherwise False, and the text
+    `warning` is given as a warning, with the reason in it. Cached: each compiler is tried once."""
     reason = why_not()
     if reason is not None:
         warnings.warn(warning.format(reason), stacklevel=2)
@@ -182,8 +182,9 @@ def rms_norm(
 def norm_beside(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm of x, x). If x is also used elsewhere, as the residual, use the second result: on a
-    GPU the norm's backward kernel also adds its gradient, which saves a kernel."""
+    """(rms_norm(x), x). If x is also used elsewhere, as the residual, use the second result there:
+    on a GPU the norm's backward kernel then also adds the residual's gradient, which saves a
+    kernel."""
     if compiles(x):
         return fused().Norm.apply(x, weight, eps, zero_centered, True)
     return rms_norm(x, weight, eps, zero_centered), x
@@ -226,9 +227,9 @@ def rotate(
 def split_heads(
     mixed: torch.Tensor, bias: torch.Tensor | None, groups: int, d: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split projections into query [s, b, n, d], key and value [s, b, g, d], after adding the bias.
-    mixed: [s, b, g * (n / g + 2) * d], each group's queries, then its key and its value. bias: [g *
-    (n / g + 2) * d] or None."""
+    """Split the result of a q, k, v projection, after adding its bias -> query [s, b, n, d], key
+    and value [s, b, g, d] for g `groups`. mixed: [s, b, g * (n / g + 2) * d], each group's queries,
+    then its key and its value. bias: [g * (n / g + 2) * d] or None."""
     if bias is not None:
         mixed = mixed + bias
     s, b, _ = mixed.shape
@@ -248,8 +249,9 @@ def rotated_heads(
     sin: torch.Tensor,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """split_heads, rms_norm of queries and keys, and rotate -> (query, key, value), in one kernel
-    on a GPU if d is even. norms: (query weight, key weight, eps, zero_centered); None: no norms."""
+    """split_heads, then rms_norm of queries and keys, then rotate -> (query, key, value), in one
+    kernel on a GPU if d is even. mixed, bias, groups, d: as in split_heads. cos, sin, interleaved:
+    as in rotate. norms: (query weight, key weight, eps, zero_centered); None: no norms."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
         tensors = mixed, bias, of_query, of_key, cos, sin

@@ -236,8 +236,8 @@ def model_work(
 
 def partial_work(config: Any, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
     """The ModelWork of a model in which only some modules are trained. config: any that model_sizes
-    knows; trained: Hugging Face names of the trained modules. Layers below the lowest trained one
-    have no backward pass."""
+    knows. trained: Hugging Face names of the trained modules. reference: sizes for forward passes
+    without a backward pass, or None. Layers below the lowest trained one have no backward pass."""
     sizes = model_sizes(config)
     lowest = lowest_layer(trained, sizes.num_layers)
     linear = _fields_of(config).get("linear_layers") or ()
@@ -301,8 +301,8 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
 
 
 def _linear_products(fields: dict[str, Any]) -> int:
-    """Multiplications per token in a linear attention layer, without its weights: the convolution,
-    and for each head three with the state [k, v]."""
+    """Multiplications per token in a linear attention layer, besides its weights: in the
+    convolution, and three per head with the state [k, v]. fields: McaModelConfig's fields."""
     k = fields["linear_key_head_dim"]
     of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     channels = 2 * fields["linear_num_key_heads"] * k + of_values
@@ -382,11 +382,12 @@ def format_summary(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None = None) -> str:
-    """A line for one log record: the step, the metrics of PROGRESS in this order, keys that METRICS
-    does not have, and eta_s, the remaining seconds.
+    """A progress line for one log record, `logs`: step and max_steps, the metrics of PROGRESS in
+    this order, other keys that METRICS does not have, and eta_s, the remaining seconds.
 
     Leaves out values below a metric's `least`, unknown keys with the value 0, and lags without
-    slowest_rank."""
+    slowest_rank.
+    """
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs

@@ -139,8 +139,8 @@ class Logits:
         return reduce_from_tensor_model_parallel_region(whole, group=self.head.group)
 
     def spread(self, whole: torch.Tensor) -> torch.Tensor:
-        """Mark a tensor that is the same on all tensor-parallel ranks for use with this rank's
-        columns: its value is unchanged, and its gradient is summed over these ranks. Collective in
+        """Let this rank's columns use `whole`, a tensor that is the same on all tensor-parallel
+        ranks: its value is unchanged, and its gradient is summed over these ranks. Collective in
         the backward pass."""
         return whole if self.head.group is None else sum_gradients(whole, self.head.group)
 
@@ -285,9 +285,10 @@ def _logit_gradients(
     weights: torch.Tensor | None,
     head: Head,
 ) -> torch.Tensor:
-    """The gradient of sum(weights * losses) with respect to the logits before the softcap, in the
-    dtype of `logits` and in their memory where possible: softmax minus 1 at the label, times the
-    row's weight (None: 1) and the softcap's slope."""
+    """The gradient of sum(weights * losses) with respect to a chunk's logits before the softcap:
+    softmax minus 1 at the label, times the row's weight (None: 1) and the softcap's slope. It has
+    the dtype of `logits` and their memory where possible. places, losses, lse: each label's column
+    on this rank (-1: on another rank), cross entropy and logsumexp."""
     # p - 1 before any rounding: a nearly certain token still has a gradient
     at_label = torch.expm1(-losses)
     if compiles(logits):
@@ -521,7 +522,8 @@ class _LossesOfLogits(torch.autograd.Function):
 def _logits_of(
     factors: Sequence[torch.Tensor], labels: torch.Tensor, rows: Any, head: Head
 ) -> Logits:
-    """The Logits of one chunk, as a loss function gets them, detached from autograd."""
+    """The Logits of one chunk of tokens (rows), as a loss function gets them, detached from
+    autograd."""
     parts = _pairs(factors, rows)
     hidden, weight = parts[0]
     places = torch.arange(len(labels), device=labels.device)[rows]

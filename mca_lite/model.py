@@ -298,8 +298,8 @@ class McaGPTModel(MegatronModule):
     ) -> torch.Tensor:
         """Loss per token, float32 [b, s] ([b, s, k] if loss_of_logits gives k per token), for
         labels [b, s] and decoder output [s, b, h], or [s / tp, b, h] under sequence parallelism.
-        The loss is cross entropy, or loss_of_logits if set. Collective over the tensor-parallel
-        group."""
+        The loss is cross entropy, or loss_of_logits if set. trained: the indices of trained tokens
+        in these labels; None: unknown. Collective over the tensor-parallel group."""
         config = self.config
         hidden, weight, extra = self._head(hidden)
         losses = token_losses(

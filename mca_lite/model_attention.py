@@ -52,7 +52,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_type: str = "full_attention") -> "Rope":
-        """The constants for one layer type of a McaModelConfig."""
+        """The constants for the layers with attention type layer_type in a McaModelConfig."""
         inv_freq, factor = rope_frequencies(config, layer_type)
         long: tuple[float, ...] = ()
         limit = math.inf
@@ -272,7 +272,8 @@ class SelfAttention(Attention):
     ) -> tuple[Any, ...]:
         """This rank's (query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None).
         Query and key are rotated, and normed and scaled if the model does so. The sigmoid of the
-        gate multiplies attention's output."""
+        gate multiplies attention's output. rope_tables: (cos, sin) to use instead of the tables for
+        the row's positions."""
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
         )
@@ -458,8 +459,10 @@ def whole_scores(
     """softmax(cap tanh(q k^T scale / cap)) v with all scores in memory; the softmax is computed in
     float32.
 
-    q [b, n, q, d], k and v [b, g, k, d], visible bool [q, k] -> [b, n, q, d].
+    q [b, n, q, d], k and v [b, g, k, d], visible bool [q, k], True if a query sees a key -> [b, n,
+    q, d].
     scale: None means d ** -0.5.
+    dropout: rate for the softmax's results.
     cap: None leaves the scores uncapped.
     sinks: [n], one more score per head in each query's softmax, without a value.
     """
@@ -547,7 +550,8 @@ class CoreAttention(Sharded, RowModule):
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Gather keys and values over context-parallel ranks, choose a kernel, and compute the
-        attention of this rank's queries -> [s, b, n * d]."""
+        attention of this rank's queries -> [s, b, n * d]. layout: the row's documents. is_packed:
+        True for packed rows."""
         if self.cp_group.size() > 1:
             key, value = _GatherKeys.apply(key, value, self.cp_group, layout.order)
         dropout = self.dropout if self.training else 0.0
@@ -591,8 +595,8 @@ class CoreAttention(Sharded, RowModule):
         layout: RowLayout,
         dropout: float,
     ) -> torch.Tensor:
-        """Attention of equally long packed documents [t, 1, n, d], computed as rows of a batch ->
-        [t, 1, n * d]."""
+        """Attention of packed documents of equal length (layout.same_length), computed as rows of a
+        batch: query [t, 1, n, d] -> [t, 1, n * d]."""
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)

@@ -371,8 +371,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return self.hidden_size * weights + seen * heads * channels
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
-        """(number of query groups, channels per head) of a layer, numbered from 1. They differ
-        between layers in Gemma 4."""
+        """(number of query groups, channels per head) of the layer with this number, from 1. They
+        differ between layers in Gemma 4 only."""
         groups = self.num_query_groups or self.num_attention_heads
         if self.full_kv_channels and self.layer_type(layer_number) == "full_attention":
             return self.full_query_groups or groups, self.full_kv_channels

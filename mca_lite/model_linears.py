@@ -159,8 +159,8 @@ def experts_product(
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
-    """The LoRA factors of an output layer, for token_losses: (scale * x A^T for all tokens of the
-    sequence, B [V / tp, r]). None if there is no adapter."""
+    """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale * x A^T
+    for all tokens of the sequence, B [V / tp, r]). hidden: the x. None if there is no adapter."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 
@@ -168,9 +168,9 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
 def _of_weight(
     weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, accumulates: bool
 ) -> torch.Tensor:
-    """Gradient [n, k] of a linear's weight from inputs x [s, b, k] and output gradient [s, b, n].
-    If `accumulates`, it is added to weight.main_grad, and the result is an empty tensor for
-    megatron's DDP hook."""
+    """Gradient [n, k] of a linear's weight, from its inputs x [s, b, k] and its output's gradient
+    grad [s, b, n]. If `accumulates`, it is added to weight.main_grad, and the result is an empty
+    tensor for megatron's DDP hook."""
     x = x.flatten(0, 1)
     grad = grad.flatten(0, 1)
     if not accumulates:

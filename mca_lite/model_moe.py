@@ -64,12 +64,13 @@ def choose_experts(
     group_score: str = "top2",
     replace: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, expert indices), both [T, k], from logits [T, E], as transformers' routers compute
-    them.
+    """(weights, expert indices), both [T, k] for k `topk`, from logits [T, E], as transformers'
+    routers compute them.
 
+    score_function: "softmax" or "sigmoid" of the logits.
     bias: [E], added to the scores for the choice only.
     num_groups: experts can be chosen only from the group_topk best groups. A group is ranked by the
-    sum of its two best experts ("top2") or by its best one ("max").
+    sum of its two best experts (group_score "top2") or by its best one ("max").
     normalise: scale a token's weights to sum to 1.
     scaling: factor on the weights, applied last.
     replace: function of the chosen expert indices that returns other indices to use instead.
@@ -111,8 +112,8 @@ class BalancingLosses(NamedTuple):
 
     @classmethod
     def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
-        """Read the coefficients from TrainingArguments or McaModelConfig. default: the model's
-        balancing coefficient, used if the arguments set none."""
+        """Read the coefficients from `settings`, TrainingArguments or a McaModelConfig. default:
+        the model's coefficient for the balancing loss, used if moe_aux_loss_coeff is None."""
         balance = settings.moe_aux_loss_coeff
         if balance is None:
             balance = default
@@ -135,7 +136,8 @@ def balancing_parts(
     total.
 
     logits: [s, b, E]; real: bool [s, b], True for tokens, False for padding.
-    kind: "none" makes the balancing loss 0.
+    kind: moe_router_load_balancing_type; "none" makes the balancing loss 0.
+    topk, score_function: as in choose_experts.
     group: the ranks that share the micro-batch's tokens; None: only this rank. Collective: one
     all-reduce over it.
     experts: the chosen experts [s b, k]; None: the experts with the highest scores.

@@ -221,7 +221,8 @@ def create_megatron_optimizer(
     """Create megatron's optimizer, plain or distributed, over DDP-wrapped chunks. It has float32
     masters for 16-bit weights.
 
-    is_whole: False if adapters are trained instead of whole weights (Finetuning.is_whole).
+    params_dtype: the weights' dtype. is_whole: False if adapters are trained instead of whole
+    weights (Finetuning.is_whole).
     """
     row = OPTIMIZERS[args.optim]
     split = splits_masters(args, params_dtype, is_whole)
@@ -258,9 +259,9 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 
 
 def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.Optimizer:
-    """The torch optimizer to use inside one of megatron's optimizers: the one megatron made, with a
-    fused update if it is torch's AdamW; or one made by the row of OPTIMIZERS, if megatron lacks it
-    or moments are in 16 or 8 bits."""
+    """The torch optimizer to use inside `part`, one of megatron's optimizers. It is the one
+    megatron made, with a fused update if it is torch's AdamW; or one made by the row of OPTIMIZERS,
+    if megatron lacks it or moments are in 16 or 8 bits."""
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
     if row.megatron is None or {"bf16", "8bit"} & {args.exp_avg_dtype, args.exp_avg_sq_dtype}:
@@ -319,8 +320,9 @@ def given_optimizers(
     Trainer.
 
     Without a scheduler, lr_scheduler_type applies: each group keeps its weight decay, and its
-    learning rate is the schedule's maximum. ValueError for optimizers that would not update exactly
-    the model's trained parameters, or under megatron-core.
+    learning rate is the schedule's maximum. ValueError for an optimizer that would not update
+    exactly the model's trained parameters, for a scheduler of another optimizer, and if is_megatron
+    for either.
     """
     if optimizers == (None, None):
         return optimizers

@@ -346,8 +346,8 @@ def replica_group(of_expert: bool) -> dist.ProcessGroup:
 
 
 def whole(part: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate the shards of all ranks in `group` along `axis`. axis None: the tensor is not
-    sharded and is returned unchanged. Collective over the group if it is sharded."""
+    """Concatenate `part`, the shards of all ranks in `group`, along `axis`. axis None: the tensor
+    is not sharded and is returned unchanged. Collective over the group if it is sharded."""
     if axis is None or group.size() == 1:
         return part
     part = part.contiguous()

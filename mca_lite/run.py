@@ -156,8 +156,9 @@ def _plan_model(
     from_scratch: bool = False,
     values: dict[str, Any] | None = None,
 ) -> PlannedModel:
-    """Read a model folder's configs, not its weights -> the PlannedModel. values: the contents of
-    its config.json, if it was read before. ConfigError if the model does not fit the stage."""
+    """Read a model folder's configs, not its weights -> the PlannedModel. from_scratch: True to
+    draw random weights later instead of reading them. values: the contents of its config.json, if
+    it was read before. ConfigError if the model does not fit the stage."""
     remote = arguments.model.trust_remote_code
     has_scores = OBJECTIVES[arguments.finetuning.stage].scores
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
@@ -192,8 +193,8 @@ def _of_any_depth(arguments: RunArguments) -> RunArguments:
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
-    """Raise ConfigError if the model has a value head (a reward model) and the stage trains logits,
-    or the reverse. wanted: True if the stage trains a value head. folder: the model's."""
+    """Raise ConfigError unless has_value_head, whether the model has a value head (a reward model),
+    equals `wanted`, whether the stage trains one. folder: the model's."""
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"
         refuse("model_name_or_path", str(folder), reason, "stage: rm, or the model it began as")
@@ -301,7 +302,7 @@ def build_model(plan: Plan) -> Any:
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
-    """Build a planned model on this rank and load its weights, before any are frozen ->
+    """Build a planned model on this rank and load its weights; nothing is frozen yet ->
     VirtualModels, or a transformers model with use_mca: false."""
     # a copy, because megatron-core stores functions of the optimizer in it
     config = copy.deepcopy(planned.config)

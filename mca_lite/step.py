@@ -29,7 +29,8 @@ def arrange(
     backend: Any, args: Any, batch: dict[str, Any], documents_per_sample: int = 1
 ) -> dict[str, Any]:
     """Arrange a checked batch for the model: one document per row, or with sequence_packing one
-    packed row. backend: the run's Backend. args: TrainingArguments."""
+    packed row. backend: the run's Backend. args: TrainingArguments. documents_per_sample: 2 for
+    pairs, otherwise 1."""
     if not args.sequence_packing:
         return split(batch, documents_per_sample, backend.pad_token_id)
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
@@ -145,8 +146,8 @@ def compute_gradients(
     micro_batches: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Run forward and backward passes over a step's arranged micro-batches -> metrics per
-    micro-batch, [] on pipeline stages before the last. Gradients stay in the backend. Collective.
-    """
+    micro-batch, [] on pipeline stages before the last. Gradients stay in the backend. objective:
+    the trainer, or another object with its loss hooks. Collective."""
     backend.train_mode(True)
     backend.weigh_router_losses(micro_batches, objective._count_of_loss)
     length = row_length(micro_batches[0])

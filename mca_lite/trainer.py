@@ -348,8 +348,8 @@ class McaTrainer(OtherNames):
         return None if dataset is None else with_samples(dataset, self._prepare_samples)
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Call _prepare_samples for the datasets in these attributes (train_dataset, eval_dataset),
-        and set the attributes to the results. All ranks must call it."""
+        """Call _prepare_samples for the datasets in the attributes `names` ("train_dataset",
+        "eval_dataset"), and set the attributes to the results. All ranks must call it."""
         for name in names:
             setattr(self, name, self._prepared(getattr(self, name)))
 
@@ -446,10 +446,12 @@ class McaTrainer(OtherNames):
 
     def look_ahead(self, plan: BatchPlan) -> Iterator[dict[str, Any]]:
         """Yield this rank's next arranged micro-batches up to the end of the epoch, each padded by
-        itself, without changing the trainer's state. cuDNN graphs are built ahead for their sizes.
+        itself, without changing the trainer's state, to build cuDNN graphs ahead for their sizes.
+        plan: the run's BatchPlan.
 
         Yields nothing if a user's dataset class or collator might give other data when read again,
-        or if the model takes inputs other than text."""
+        or if the model takes inputs other than text.
+        """
         samples = self.train_dataset
         is_same = isinstance(samples, list) or hasattr(samples_of(samples), "document_lengths")
         if not is_same or type(self.data_collator) is not Collator or self.limits.has_inputs:
@@ -808,8 +810,8 @@ class McaTrainer(OtherNames):
         return {}
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
-        """Hook: raise CheckpointError if this run cannot resume a checkpoint saved with these
-        objective_facts()."""
+        """Hook: raise CheckpointError if this run cannot resume a checkpoint. facts: what
+        objective_facts() returned when it was saved. folder: the checkpoint's."""
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str | bool | None, model: Any = None

@@ -153,7 +153,8 @@ class RunSums:
 
     def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:
         """Add one step's numbers to the sums over the run and over the steps since the last log
-        line."""
+        line. skipped: 1 if the update was skipped, else 0. grad_norm, num_zeros: the step's, for
+        the log line."""
         self.whole_run = self.whole_run + numbers
         self._window = self._window + numbers
         self._skipped += skipped
@@ -296,8 +297,10 @@ class Phases:
         """The fields of a log line; then times start anew. {} if there is only one rank.
 
         lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest.
-        slowest_rank: that of the phase with the largest lag, if this is at least 2 % of a step.
-        reduction_s: the least seconds per step that any rank spends in gradient reduction."""
+        slowest_rank: the slowest rank in the phase with the largest lag, if that lag is at least 2
+        % of step_time_s.
+        reduction_s: the least seconds per step that any rank spends in gradient reduction.
+        """
         steps = max(1, self.steps)
         lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
         of_ranks = {**lags, "reduction_s": self._reduction / steps}

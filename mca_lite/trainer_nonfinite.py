@@ -239,8 +239,8 @@ class FiniteGuard:
 
     def _first_cause(self, has_bad_loss: bool) -> str:
         """Text that names the first non-finite tensor in the order of computation: a weight, else a
-        layer's output, else the loss, else a gradient. Runs the step's micro-batches forward again.
-        Collective."""
+        layer's output, else the loss (if has_bad_loss), else a gradient. Runs the step's
+        micro-batches forward again. Collective."""
         rank = parallel.rank()
         parameters = list(_named(self.trainer.model, "parameters"))
         # reversed, because backward goes from the last parameter to the first. main_grad is

@@ -416,13 +416,15 @@ class Watchdog:
     # -- the end of all ranks
 
     def _judge(self, text: str, code: int = HANG_EXIT_CODE) -> None:
-        """Store the reason why all ranks must exit, unless one is stored already."""
+        """Store the reason `text` why all ranks must exit, and the exit code, for all ranks; if a
+        reason is stored already, nothing changes."""
         verdict = json.dumps({"rank": self.rank, "text": text, "code": code})
         self.store.compare_set("verdict", "", verdict)
 
     def _obey(self, verdict: dict[str, Any]) -> None:
-        """Exit with the stored reason and code, because a waiting rank cannot receive an exception.
-        If another rank failed with an error, this rank first has time to end by itself."""
+        """Exit with the reason and code in `verdict`, because a waiting rank cannot receive an
+        exception. If another rank failed with an error, this rank first has time to end by itself.
+        """
         self._since_verdict += self.poll_s
         if verdict["code"] != HANG_EXIT_CODE and self._since_verdict < _LEAVE_S:
             return

@@ -89,8 +89,8 @@ def fill(
 def _checked_part(
     row: Row, layer: int | None, source: TensorSource, config: Any, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Read this rank's shard of a parameter. shape: the shard's. ValueError if one of the Hugging
-    Face tensors that it is made from has the wrong shape."""
+    """Read this rank's shard of a megatron tensor (row, layer) from a source. shape: the shard's.
+    ValueError if one of the Hugging Face tensors that it is made from has the wrong shape."""
     total, *rest = _whole_shape(row, shape, config)
     if row.mca in VOCABULARY:
         total = config.vocab_size
@@ -102,8 +102,8 @@ def _checked_part(
 
 
 def check_names(config: Any, names: Set[str]) -> None:
-    """Raise ValueError if the source lacks a tensor of the model, or has one that the model does
-    not read and that is not known to be unused (is_unused).
+    """Raise ValueError if `names`, the source's tensors, lack a tensor of the model, or include one
+    that the model does not read and that is not known to be unused (is_unused).
 
     Every rank checks all pipeline stages, so all ranks raise and none is left waiting.
     """
@@ -146,7 +146,7 @@ def _whole_shape(row: Row, shape: Sequence[int], config: Any) -> list[int]:
 
 
 def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
-    """Row counts of the parts in a megatron tensor of `total` rows, as one list per Hugging Face
+    """Row counts of the Hugging Face tensors in a megatron tensor of `total` rows, as one list per
     tensor: [[q], [k], [v]] for three tensors, [[q, k, v]] for one fused tensor."""
     parts = [total]
     if row.kind == "gated":
@@ -172,8 +172,9 @@ def row_sizes(row: Row, total: int, config: Any) -> list[int]:
 
 
 def num_groups(row: Row, config: Any) -> int:
-    """Number of row groups in a megatron tensor. Each group has a share of every part: megatron
-    stores q, k and v of the first query group, then those of the second, and so on."""
+    """Number of row groups in a megatron tensor. Each group has a share of every Hugging Face
+    tensor that the megatron tensor is made from: q, k and v of the first query group, then q, k and
+    v of the second, and so on."""
     if row.kind == "qkv":
         return config.num_query_groups
     if row.kind == "qk":
@@ -233,8 +234,8 @@ def vocabulary_names(config: Any) -> set[str]:
 
 
 def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> NamedTensors:
-    """Split a whole megatron tensor into its Hugging Face tensors and yield (HF name, tensor). Rows
-    that pad the vocabulary are left out."""
+    """Split `full`, a whole megatron tensor, into its Hugging Face tensors and yield (HF name,
+    tensor). Rows that pad the vocabulary are left out."""
     names = [hf.format(layer) for hf in row.hf]
     groups = num_groups(row, config)
     of_tensors = row_parts(row, len(full), config)

@@ -669,8 +669,8 @@ def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0)
 
 
 def original_of(source: str | None) -> SafetensorsSource | None:
-    """The safetensors that a model came from: in a folder, or in the local cache of the hub. None
-    if they are gone or cannot be read."""
+    """The safetensors that a model came from, in the folder or the local hub cache of `source`;
+    None if they are gone or cannot be read."""
     if source:
         # many types of errors, all meaning that the snapshot or files are missing
         with contextlib.suppress(Exception):
@@ -685,8 +685,9 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 def in_words_of(
     source: str | None, hf_config: dict[str, Any], tensors: NamedTensors
 ) -> NamedTensors:
-    """Rename (name, tensor) pairs for an export: to the names that the source's files use, or those
-    that transformers saves if the source is gone.
+    """Rename (name, tensor) pairs for an export: to the names in the source's files, or if the
+    source is gone, to the names that transformers saves. source: folder or hub name that the model
+    came from.
 
     Experts are stacked if the source or family stacks them, but never quantised to MXFP4.
     """
@@ -706,9 +707,10 @@ def in_words_of(
 def carried_tensors(
     source: str | None, hf_config: dict[str, Any], num_trained: int | None = 0
 ) -> NamedTensors:
-    """Yield (name, tensor) for the source's tensors that no model here reads (is_unused), for an
-    export to keep. If the source is gone: nothing, and a warning if config.json mentions such
-    layers."""
+    """Yield (name, tensor) for the tensors in the model's source that this package does not read
+    (is_unused), for an export to keep. If the source is gone: nothing, and a warning if config.json
+    mentions such layers. source: folder or hub name. num_trained: how many multi-token prediction
+    layers are trained."""
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
