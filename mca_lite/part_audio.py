@@ -38,7 +38,7 @@ class OfColumn(tuple[Any]):
 
 @dataclass(frozen=True)
 class Audio(Picture):
-    """An encoded audio: a file's path, or its bytes in `data`; path is "" then."""
+    """An audio file: its path; or, with path "", its encoded bytes in `data`."""
 
     kind: ClassVar[str] = "audio"
 
@@ -101,8 +101,9 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def num_tokens(frames: int, window: int) -> int:
-    """The number of features, and so of placeholder tokens, for an audio whose spectrum has
-    `frames` frames. The audio module encodes chunks of 2 * window frames. Source: transformers."""
+    """The number of placeholder tokens for an audio: one per feature that the audio module
+    computes. frames: length of the audio's spectrum. window: n_window of the audio module, which
+    encodes chunks of 2 * window frames. Source: transformers."""
     chunks, rest = divmod(frames, 2 * window)
     for _ in range(3):  # convolutions of stride 2
         rest = (rest + 1) // 2
@@ -160,7 +161,7 @@ class Hearing(Vision):
     @functools.cached_property
     def extractor(self) -> Any:
         """transformers' WhisperFeatureExtractor with the model's settings. ValueError if the
-        model's folder has none, or if they are for another sampling rate than 16 kHz."""
+        model's folder has no such settings, or if their sampling rate is not 16 kHz."""
         import transformers
 
         settings = self._audio_settings
@@ -216,8 +217,8 @@ class Hearing(Vision):
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
-        """For an audio, its log-mel spectrum [frames, bins]; ValueError if its file has changed
-        since it was tokenised. For an image, see Vision.pixels."""
+        """The log-mel spectrum [frames, bins] of an audio; ValueError if its file has changed since
+        it was tokenised. For an image, the pixel values that Vision.pixels returns."""
         audio = placed.picture
         if audio.kind == "image":
             return super().pixels(placed)
@@ -258,7 +259,7 @@ class Hearing(Vision):
 
 
 class AudioStore(PictureFile):
-    """PictureFile for images and audios: each record begins with its kind."""
+    """PictureFile for images and audios: each record begins with its kind, "image" or "audio"."""
 
     def write(self, picture: Any, data: Any) -> Any:
         return [picture.kind, *super().write(picture, data)]

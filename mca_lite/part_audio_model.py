@@ -20,8 +20,9 @@ _COLUMNS = ("input_features", "audio_lengths", "audio_grid")
 
 
 def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tensor:
-    """Features [n, h] of spectra [frames, bins] by an audio module. lengths: frames of each audio.
-    spectra None: the features of one chunk of zeros."""
+    """Run the audio module -> features [n, h], one per placeholder token. spectra: log-mel spectra
+    of all audios end to end, [frames, bins]; None: one chunk of zeros. lengths: int64 [audios],
+    frames in each audio."""
     weight = module.conv_out.weight
     if spectra is None:  # bf16 convolutions of a frame or two have gradients that are NaN on CPUs
         spectra = weight.new_zeros(2 * module.n_window, module.num_mel_bins)
@@ -30,7 +31,7 @@ def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tens
 
 
 class Towers(Tower):
-    """transformers' modules for images and for audio."""
+    """transformers' vision module and audio module, as one module."""
 
     def __init__(self, config: McaModelConfig):
         super().__init__(config)
@@ -46,12 +47,14 @@ class Towers(Tower):
         audio_lengths: torch.Tensor | None = None,
         audio_grid: Any = None,
     ) -> list[torch.Tensor] | None:
-        """[embedded, *deepstack] as from Tower.forward, for images and audios: features of images
-        before those of audios. If a module is trained and the micro-batch has no input for it, it
-        runs on zeros, and these features come last.
+        """Compute the features of a micro-batch's images and audios: [embedded, *deepstack], each
+        [n + 1, h] with a row of zeros first, then images before audios. A trained module without
+        input in the micro-batch runs on zeros, and these features come last. None if neither module
+        runs.
 
         input_features: [frames, bins], spectra end to end. audio_lengths: frames of each audio.
-        audio_grid is not used."""
+        audio_grid is not used.
+        """
         is_idle = not (self.is_trained and torch.is_grad_enabled())
         found: list[tuple[bool, list[torch.Tensor]]] = []
         if pixel_values is not None or not is_idle:

@@ -47,8 +47,9 @@ def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Any, ...]:
-    """Attention without dropout, by cuDNN or on a CPU by torch's flash kernel -> (out [b, n, q, d],
-    log-sum-exps float32 [b, n, q, 1], further tensors for _backward)."""
+    """Attention without dropout of q [b, n, s, d] to k and v [b, g, t, d]: by cuDNN on a GPU, by
+    torch's flash kernel on a CPU -> (output [b, n, s, d], log-sum-exps float32 [b, n, s, 1],
+    further tensors that _backward needs)."""
     if not q.is_cuda:
         out, lse = _CPU(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse.unsqueeze(-1), ()
@@ -67,8 +68,9 @@ def _backward(
     is_causal: bool,
     scale: float | None,
 ) -> Any:
-    """Gradients of q, k and v for one call of _forward. out and lse: attention's output and
-    log-sum-exps over all keys of the segment, including the keys of the segment's other call."""
+    """Gradients of q, k and v for one call of _forward. grad: gradient of the output. out and lse:
+    output and log-sum-exps of attention over all keys of the segment, including the keys of the
+    segment's other call. more: the further tensors that _forward returned."""
     if not q.is_cuda:
         return _CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), 0.0, is_causal, scale=scale)
     cum_q, cum_k, max_q, max_k, seed, offset = more
@@ -126,12 +128,12 @@ def packed_by_cudnn(
     window: int | None,
 ) -> torch.Tensor:
     """softmax(q k^T scale) v for a packed row, causal inside each document, by the operator of
-    nvidia-cudnn-frontend. torch's own call of the cuDNN kernel rebuilds the cuDNN graph each time,
-    and its gradients are wrong (torch 2.11).
+    nvidia-cudnn-frontend. torch's call of the same cuDNN kernel is not used: it rebuilds the cuDNN
+    graph each time, and its gradients are wrong (torch 2.11).
 
-    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout; this rank has
-    the whole row, in its order. scale: None for d^-0.5. window: how many keys a query sees, its own
-    token's included; None: all.
+    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout; this rank must
+    hold the whole row, in order. scale: None for d^-0.5. window: how many keys a query sees, its
+    own token's included; None: all.
     """
     heads = q, k, v
     keys = dict(attn_scale=scale or q.shape[-1] ** -0.5, is_causal=True, window_left=window or -1)
@@ -147,8 +149,9 @@ def packed_by_cudnn(
 def _by_frontend(
     heads: Sequence[torch.Tensor], keys: dict[str, Any], borders: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Attention by nvidia-cudnn-frontend's operator. borders, longest: cu_seqlens and longest
-    document, as RowLayout.varlen_of_graph rounds them."""
+    """Attention by nvidia-cudnn-frontend's operator -> [t, n, e]. heads: (q, k, v), each [t, heads,
+    channels]. keys: further keyword arguments of the operator. borders, longest: cu_seqlens and
+    longest document, as RowLayout.varlen_of_graph rounds them."""
     sizes = dict(cu_seqlens_q=borders, cu_seqlens_kv=borders)
     sizes |= dict(max_seqlen_q=longest, max_seqlen_kv=longest)
     return torch.ops.cudnn.sdpa_fwd(*heads, **keys, **sizes)[0]
@@ -174,7 +177,7 @@ def foresee(rows: Iterator[dict[str, Any]]) -> None:
 
 def first_sizes(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
     """Yield (tokens, documents, longest document) of the first ROWS_FORESEEN packed rows, rounded
-    as varlen_of_graph rounds them."""
+    as varlen_of_graph rounds them. rows: micro-batches with input_ids and cu_seqlens."""
     for row in itertools.islice(rows, ROWS_FORESEEN):
         layout = row_layout(row["cu_seqlens"], 1, 0, torch.device("cpu"))
         borders, longest = layout.varlen_of_graph
@@ -188,8 +191,9 @@ def _plan(
     Runs in a thread beside training: a build takes the host 0.05 s, and the host runs ahead of its
     GPU.
 
-    like: (shape of a token, strides, dtype) of q, k and v. sizes: (tokens, documents, longest
-    document) per row."""
+    like: (shape of a token, strides, dtype) of q, k and v. keys: keyword arguments of the operator.
+    sizes: (tokens, documents, longest document) per row.
+    """
     with torch.cuda.device(device if device.type == "cuda" else -1):
         for tokens, documents, longest in sizes:
             rows = [
@@ -253,8 +257,8 @@ class SegmentAttention(torch.autograd.Function):
 
 
 def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list[Any], list[Any]]:
-    """Forward pass of SegmentAttention -> (out [t, b, n, d], log-sum-exps per segment, further
-    tensors for _backward per segment)."""
+    """Forward pass of SegmentAttention -> (out [t, b, n, d], the log-sum-exps of each segment, the
+    further tensors that _backward needs for each segment)."""
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     saved = []
@@ -276,9 +280,9 @@ def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, lis
 def _parts(
     segments: Iterable[tuple[int, int, int, int]],
 ) -> Iterator[tuple[slice, slice, slice | None]]:
-    """Split each segment's keys in two, for two attention calls -> (queries, the last keys, as many
-    as queries, for the causal call; the keys before those for the full call, or None), as slices.
-    """
+    """Split each segment's keys in two, for two attention calls. Yields slices (queries; the
+    segment's last keys, as many as it has queries, for the causal call; the keys before these for
+    the full call, or None if there are none)."""
     for q0, q1, k0, k1 in segments:
         own = k1 - (q1 - q0)
         yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None

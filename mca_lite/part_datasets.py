@@ -69,8 +69,9 @@ class EachDataset(TrainerCallback):
     def _measured(
         self, trainer: Any, batch: dict[str, Any], loss_func: Callable[..., Any], output: Any
     ) -> tuple[Any, ...]:
-        """Call loss_func(output), and add to its metrics (sum, count) of each dataset's losses.
-        batch: the micro-batch. ValueError if the trainer's loss does not set `terms`."""
+        """Call loss_func(output) -> its (total, count, metrics), with "loss/<name>" added to
+        metrics for each dataset: (sum, count) of the losses of its tokens or samples. batch: the
+        micro-batch. ValueError if the trainer's loss does not set `trainer.terms`."""
         trainer.terms = None
         total, count, metrics = loss_func(output)
         expect(
@@ -90,7 +91,9 @@ class EachDataset(TrainerCallback):
         """float64 [datasets, 2]: sum and count of each dataset's losses in this rank's share of a
         micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
 
-        labels, losses: the trainer's `terms`."""
+        labels, losses: trainer.terms: the labels and losses of tokens, or, in stages that compare
+        answers, for each sample whether it counts, and its loss.
+        """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
             losses = losses[..., 0]

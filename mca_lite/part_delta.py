@@ -84,7 +84,8 @@ def gated_delta_rule(
 
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
     g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
-    if lengths vary between calls: most of it then runs without torch.compile.
+    if row lengths vary between calls, so that torch.compile is not used; nor is it for another
+    query shape than the first call's. chunk_size: tokens per chunk.
     """
     size = min(chunk_size, len(query))
     # torch.compile took over half a minute for a second size of rows
@@ -112,7 +113,8 @@ def _chunk_parts(
 ) -> tuple[torch.Tensor, ...]:
     """Compute for all chunks of `size` tokens at once what does not depend on the state before a
     chunk: (queries decayed from the chunk's start [.., C, k], attention scores within the chunk
-    [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n, chunks."""
+    [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n, chunks.
+    The other arguments are those of gated_delta_rule."""
     q, k, v, g, beta = (_chunks(x, size) for x in (query, key, value, decay, beta))
     q = _of_length_one(q) * q.shape[-1] ** -0.5
     k = _of_length_one(k)
@@ -147,8 +149,9 @@ def _outputs(
     length: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Outputs [s, b, n, v]: each query reads the state before its chunk, and what tokens in its
-    chunk wrote."""
+    """Outputs [s, b, n, v] in `dtype`: each query reads the state before its chunk, and what tokens
+    in its chunk wrote. q, scores: from _chunk_parts. written, states: from ChunkStates. length: s.
+    """
     out = (q @ states + scores @ written).flatten(2, 3)[:, :, :length]
     return out.permute(2, 0, 1, 3).to(dtype)
 
@@ -188,9 +191,10 @@ def _scan(
     kept: torch.Tensor,
     added: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The forward recurrence of ChunkStates -> (X, the state before each chunk). With `added`, the
-    recurrence of its backward pass: it runs from the last chunk to the first, both matmuls have the
-    other sign, and added [b, n, chunks, k, v] is added to the state after each chunk."""
+    """Run the forward recurrence of ChunkStates on its arguments w, r, e and kept -> (X, the state
+    before each chunk). With `added`, run the recurrence of its backward pass: from the last chunk
+    to the first, with the sign of both matmuls reversed, and with added [b, n, chunks, k, v] added
+    to the state after each chunk."""
     b, n, chunks, size, v = w.shape
     k = r.shape[-1]
     x = torch.empty_like(w)
@@ -309,8 +313,9 @@ def delta_rule_by_kernels(
     beta: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """gated_delta_rule by flash-linear-attention's kernels. borders, in place of `documents`:
-    cu_seqlens of a packed row; None: each row is one document. The other arguments are the same."""
+    """The outputs of gated_delta_rule, computed by flash-linear-attention's kernels. borders, in
+    place of `documents`: cu_seqlens of a packed row; None: each row is one document. The other
+    arguments are those of gated_delta_rule."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     rows = (x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta))
@@ -330,9 +335,9 @@ def delta_rule(
     documents: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """gated_delta_rule by flash-linear-attention's kernels on CUDA in half precision, if they are
-    installed and work; otherwise by gated_delta_rule. borders: cu_seqlens of a packed row, or None.
-    """
+    """The outputs of gated_delta_rule, computed by flash-linear-attention's kernels on CUDA in half
+    precision, if they are installed and work; otherwise by gated_delta_rule. borders: cu_seqlens of
+    a packed row; None: the row is not packed."""
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
@@ -348,7 +353,7 @@ def _to_heads(
 ) -> torch.Tensor:
     """Exchange tokens for heads between context-parallel ranks: this rank's tokens with all heads
     [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row order. order:
-    RowLayout's. Collective: all-to-all in both passes."""
+    RowLayout.order. Collective: all-to-all in both passes."""
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
     whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
     return whole.index_select(0, order)
@@ -479,8 +484,9 @@ class GatedDeltaNet(RowModule):
     def _heads(
         self, mixed: torch.Tensor, documents: torch.Tensor, borders: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run convolution, delta rule and norm: projections [s, b, g, sum of widths] of the whole
-        row -> [s, b, n, v]. g and n count this rank's key and value heads."""
+        """Run convolution, delta rule and norm: projections `mixed` [s, b, g, sum of widths] of the
+        whole row -> [s, b, n, v]. g and n count this rank's key and value heads. documents,
+        borders: as for delta_rule."""
         convolved, gate, beta, a = mixed.split(self.widths, -1)
         weight = self._of_rank(self.conv1d())
         convolved = causal_convolution(convolved.flatten(2), weight, documents)

@@ -31,9 +31,9 @@ _LINEAR = {
 
 
 def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
-    """Yield the Rows of a gated delta net, which map megatron names to Hugging Face names. inputs:
-    Hugging Face's modules for queries, keys, values and gates, such as "in_proj_qkvz in_proj_ba".
-    kind: "delta", or "delta_grouped" if their rows are ordered by key head."""
+    """Yield the Rows that map a gated delta net's megatron names to Hugging Face names. inputs: the
+    Hugging Face modules that in_proj fuses, such as "in_proj_qkvz in_proj_ba". kind: how their rows
+    are ordered, "delta" or, if they are grouped by key head, "delta_grouped"."""
 
     def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         hf = tuple(f"{HF_LAYERS}linear_attn.{name}.weight" for name in modules.split())
@@ -49,16 +49,16 @@ def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
 
 
 def delta_attention(*of_delta_net: str) -> Iterator[Row]:
-    """Yield the Rows for a model that mixes layers: softmax attention with an output gate, and
-    gated delta nets. of_delta_net: arguments of delta_rows."""
+    """Yield the Rows of a model in which some layers have softmax attention with an output gate,
+    and the others a gated delta net. of_delta_net: arguments of delta_rows."""
     for row in attention(norm=True):
         yield replace(row, layers="attention")
     yield from delta_rows(*of_delta_net)
 
 
 def parts_of(kind: str, config: Any) -> list[int]:
-    """Row counts of the parts of a gated delta net's Hugging Face tensors, where gates are z. kind
-    "delta": [q, k, v, gates, b, a]; "delta_grouped": [q, k, v and gates, b and a];
+    """Row counts of the parts into which a gated delta net's Hugging Face tensors are split. kind
+    "delta": [q, k, v, z, b, a], where z are the gates; "delta_grouped": [q + k + v + z, b + a];
     "delta_convolution": [q, k, v]."""
     of_keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads

@@ -117,7 +117,8 @@ def divergence_terms(
 
 
 def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A copy of values [n, columns] for this rank's token ids, with -inf for the tokens [n, k]."""
+    """A copy of values [n, columns], which has a column for each of this rank's token ids, with
+    -inf in the columns of `tokens` [n, k], global token ids."""
     column, here = logits.head.place(tokens)
     columns = values.shape[1]
     hidden = values.new_zeros(len(values), columns + 1, dtype=torch.bool)
@@ -127,9 +128,8 @@ def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torc
 
 def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities [n, k + 1] at the temperature: of the tokens [n, k], then of all other
-    tokens together. If k is the whole vocabulary, there are no others, and the result is [n, k].
-    Collective over the tensor-parallel group, whose ranks get the same result.
-    """
+    tokens together. If k is the whole vocabulary, no other tokens exist, and the result is [n, k].
+    Collective over the tensor-parallel group, whose ranks get the same result."""
     values = logits.values / temperature
     whole = logits.logsumexp(values)[:, None]
     log_q = logits.of_tokens(tokens, values) - whole
@@ -164,7 +164,7 @@ def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, 
 
 class Head:
     """A resident teacher's output layer. It is kept apart, so that the teacher's logits are
-    computed for the same chunk of tokens as the student's, and sharded like these.
+    computed for the same chunk of tokens as the student's, and sharded like the student's.
 
     If the vocabularies are padded to different sizes, their shards have different rows; the
     teacher's weight is then gathered once and sharded again.
@@ -177,17 +177,16 @@ class Head:
         self.cut: Any = None  # the weight's rows for this rank's token ids
 
     def keep(self, logits: Logits) -> torch.Tensor:
-        """Stands in for the teacher's loss: remember its output layer, and return its last hidden
-        states [n, h] instead of losses.
-        """
+        """Stands in for the teacher's loss: remember the teacher's output layer, and return its
+        last hidden states [n, h] instead of losses."""
         self.head = logits.head
         self.weight = logits.weight
         return logits.hidden
 
     def rows_of(self, logits: Logits) -> torch.Tensor:
         """The rows [columns, h] of the teacher's output weight for the student's token ids on this
-        rank. The first call is collective if the vocabularies are sharded differently.
-        """
+        rank. logits: the student's. The first call is collective if the vocabularies are sharded
+        differently."""
         if self.cut is None:
             start = 0
             weight = self.weight
@@ -366,10 +365,9 @@ class DistillTrainer(ScoredTrainer):
 
     @classmethod
     def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
-        """The teacher's folder; None if the configuration names no teacher. ConfigError if it is
-        the student's folder while the student starts from random weights: the teacher would be
-        random too.
-        """
+        """The teacher's folder; None if the configuration names no teacher. planned: the student's
+        run.PlannedModel. ConfigError if the teacher's folder is the student's while the student
+        starts from random weights: the teacher would be random too."""
         name = arguments.teacher_model_name_or_path
         if name is None:
             return None
@@ -416,9 +414,8 @@ class DistillTrainer(ScoredTrainer):
         return torch.stack([config.temperature**2 * divergence, cross_entropy], 1)
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor) -> Any:
-        """Mix token losses [b, s, 2], divergence and cross entropy, by ce_weight. Returns (their
-        sum, number of trained tokens, {metric: (sum, tokens)}).
-        """
+        """Mix token losses [b, s, 2], divergence and cross entropy, by ce_weight. Returns (sum of
+        the mixed losses, number of trained tokens, {metric: (sum, tokens)})."""
         kd, cross_entropy = losses.unbind(-1)
         weight = self.train_config.ce_weight
         mixed = (1 - weight) * kd + weight * cross_entropy
@@ -478,9 +475,9 @@ class DistillTrainer(ScoredTrainer):
     def _run_teacher(
         self, collect: Callable[..., Any], batches: list[dict[str, Any]], seq_length: int = 0
     ) -> list[Any]:
-        """Run the teacher over micro-batches. Returns collect(inputs, batch, output) for each of
-        them, where output is what the teacher gives instead of losses; [] on pipeline stages before
-        the last. Loads the teacher if it is not loaded. Collective.
+        """Run the teacher over micro-batches. Returns collect(inputs, batch, output) for each
+        micro-batch, where output is what the teacher gives instead of losses; [] on pipeline stages
+        before the last. Loads the teacher if it is not loaded. seq_length is not used. Collective.
         """
         self._need_teacher()
         step = collecting(self.backend, collect, self.inputs_of)
@@ -540,9 +537,8 @@ class DistillTrainer(ScoredTrainer):
             refuse("teacher_top_k", self._k, "the models have fewer tokens", f"at most {size}")
 
     def _scores_of(self, logits: Logits) -> torch.Tensor:
-        """Stands in for the teacher's loss: its k likeliest tokens, then their log-probabilities
-        and that of all others, float32 [n, 2 k + 1].
-        """
+        """Stands in for the teacher's loss: the teacher's k likeliest tokens, then the
+        log-probabilities of these and of all other tokens together, float32 [n, 2 k + 1]."""
         common = logits.of_first(self._num_tokens)
         tokens, logps = top_k_of(common, self._k, self.train_config.temperature)
         return torch.cat([tokens.float(), logps], 1)  # exact: ids are below 2^24
@@ -636,9 +632,9 @@ class DistillTrainer(ScoredTrainer):
     # -- around the loop
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Prepare the data sets. Also load a teacher that stays in memory, because the start
-        summary counts its FLOPs; or free one that was loaded to compute rows. Collective.
-        """
+        """Prepare the data sets in the attributes `names`, such as "train_dataset". Also load a
+        teacher that stays in memory, because the start summary counts its FLOPs; or free one that
+        was loaded to compute rows. Collective."""
         super()._prepare_datasets(*names)
         if self._k:
             self._chunks = None

@@ -185,7 +185,7 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """Facts about a chunk of tokens that the distillation kernels need beside its logits."""
+    """What the distillation kernels need to know about a chunk of tokens, beside its logits."""
 
     head: Head  # the student's
     common: int  # number of this rank's columns whose token ids both models have
@@ -212,7 +212,8 @@ class _Chunk(NamedTuple):
 
         Row 0: the columns that both models have, at the temperature. Row 1, if labels: all
         `columns`, at temperature 1. Row 2, if events: the columns of event `rest` (tokens outside
-        of the teacher's top k), at the temperature.
+        of the teacher's top k), at the temperature. logits: [n, V / tp], the student's or the
+        teacher's, with its soft cap.
         """
         rows, width = logits.shape
         found = torch.zeros(3, 2, rows, dtype=torch.float32, device=logits.device)
@@ -246,9 +247,8 @@ class _Chunk(NamedTuple):
         return values * here, column.where(here, -1)
 
     def cross_entropy(self, of_labels: torch.Tensor, at_labels: torch.Tensor) -> torch.Tensor:
-        """Cross entropy [n] from the log-sum-exp of all logits and the label's logit; NaN if a
-        label is no token id.
-        """
+        """Cross entropy [n]; NaN if a label is no token id. of_labels: log-sum-exp of all logits.
+        at_labels: the label's logit."""
         return (of_labels - at_labels).masked_fill(self.head.unknown(self.labels), float("nan"))
 
 
@@ -310,8 +310,7 @@ class _Beside(torch.autograd.Function):
 
 class _Events(torch.autograd.Function):
     """Student logits [n, V / tp] and a teacher's tokens [n, k] -> (log-probabilities [n, k + 1] at
-    the temperature, of these tokens and of all others together; cross entropy [n]).
-    """
+    the temperature, of these tokens and of all other tokens together; cross entropy [n])."""
 
     @staticmethod
     def forward(
@@ -359,7 +358,7 @@ def losses_beside(
     by Triton kernels. Collective over the tensor-parallel group.
 
     logits: the student's. common: the student's logits for token ids that both models have.
-    teacher: its logits for these ids, [n, columns], before its soft cap `cap`.
+    teacher: the teacher's logits for these ids, [n, columns], before the teacher's soft cap `cap`.
     """
     chunk = _Chunk.of(logits, common, config.temperature)
     return _Beside.apply(logits.product.contiguous(), teacher.contiguous(), chunk, config, cap)
@@ -369,8 +368,8 @@ def log_probs_of_events(
     logits: Logits, common: Logits, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the student's log-probabilities [n, k + 1] at the temperature, of the tokens [n, k] and of
-    all others together; cross entropy [n]), by Triton kernels. If k is the whole vocabulary, the
-    first is [n, k]. Collective over the tensor-parallel group.
+    all other tokens together; cross entropy [n]), by Triton kernels. If k is the whole vocabulary,
+    the first is [n, k]. Collective over the tensor-parallel group.
 
     logits: the student's. common: the student's logits for token ids that both models have.
     """

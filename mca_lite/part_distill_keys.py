@@ -77,8 +77,7 @@ _DISTILLATION_RUN = (
 
 def _check_distillation_keys(a: Any, judge: Judge) -> None:
     """Check the configuration keys about teacher, stored rows and divergence; Problems go to
-    `judge`.
-    """
+    `judge`. a: the keys of the stage."""
     judge.apply(_DISTILLATION)
     judge.expect(
         a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,

@@ -79,7 +79,8 @@ class ReferenceConfig(ObjectiveConfig):
     model with adapters off) or "model" (a second model). None: "model" if a second model is given;
     otherwise "adapter" for adapters without modules_to_save; otherwise "cached".
     cache_dir: folder for the cached log-probabilities; None: kept in memory.
-    model_source: distinguishes start models that come from the same folder, in the cache.
+    model_source: text in the cache's key that tells apart start models of the same folder, such as
+    models drawn from different seeds.
     """
 
     reference: str | None = None
@@ -99,7 +100,7 @@ class DPOConfig(ReferenceConfig):
 
     pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of names; it becomes a list.
     pref_loss_weights: a weight per loss; None: 1.
-    beta: strength of the reference, or weight of ORPO's odds ratio.
+    beta: factor on log-ratios to the reference, or weight of ORPO's odds ratio.
     label_smoothing: assumed share of pairs whose answers are swapped.
     ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
     use_weighting: the configuration keys of the same names.
@@ -336,9 +337,8 @@ class DPOTrainer(ScoredTrainer):
         return losses, *found[0][1:]
 
     def _loss_of(self, name: str, r: Responses) -> tuple[Any, Any, Any]:
-        """(losses, rewards of chosen, rewards of rejected answers), each [P], by the one loss
-        `name`. r: the pairs.
-        """
+        """(losses, rewards of chosen, rewards of rejected answers), each [P], by the loss `name`
+        alone. r: the Responses of P pairs."""
         row = self._rows[name]
         formula = function_of(row.formula)
         if formula is part_dpo_losses.sigmoid:
@@ -355,10 +355,10 @@ class DPOTrainer(ScoredTrainer):
         return self._with_rewards(row, r.with_numbers(own))
 
     def _with_rewards(self, row: PreferenceLoss, r: Responses) -> tuple[Any, Any, Any]:
-        """Apply a loss's formula: (losses, rewards of chosen, rewards of rejected answers), each
-        [P]. If the formula gives only losses, rewards are beta times the log-ratio to the
-        reference, or without a reference times Responses.means.
-        """
+        """Apply the formula of a loss: (losses, rewards of chosen, rewards of rejected answers),
+        each [P]. If the formula gives only losses, rewards are beta times the log-ratio to the
+        reference, or without a reference beta times Responses.means. row: the loss's row in LOSSES.
+        r: the Responses of P pairs."""
         found = function_of(row.formula)(r, self.train_config)
         if isinstance(found, tuple):
             return found
@@ -395,8 +395,8 @@ class DPOTrainer(ScoredTrainer):
     def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
         """Make the loss function of a micro-batch. _post_compute_loss then gets the labels, the
         batch and the reference's log-probabilities (None without a reference) before the token
-        losses.
-        """
+        losses. inputs: the model's inputs for the batch. more: further arguments of
+        _post_compute_loss."""
         of_reference = (None, None)
         if "reference" in batch:
             of_reference = batch["reference"].view(-1, len(SIDES)).unbind(-1)
@@ -473,10 +473,10 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs_of(
         self, batch: dict[str, Any], labels: torch.Tensor, losses: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities, numbers of tokens) of a batch's documents, float32 [documents] each;
-        a document counts its trained tokens. With ld_alpha, log-probabilities of an answer's tokens
-        beyond the other answer's length are multiplied by it. Collective under context parallelism.
-        """
+        """(log-probabilities, numbers of tokens) of an arranged batch's documents, float32
+        [documents] each, from labels and token losses [b, s] on this rank; a document counts its
+        trained tokens. With ld_alpha, log-probabilities of an answer's tokens beyond the other
+        answer's length are multiplied by it. Collective under context parallelism."""
         if "logp_weight" in batch:
             losses = losses * batch["logp_weight"]
         return sum_documents(self.backend, batch, labels, losses)
@@ -485,10 +485,11 @@ class DPOTrainer(ScoredTrainer):
         self, batch: dict[str, Any], labels: torch.Tensor, differences: torch.Tensor
     ) -> torch.Tensor:
         """WPO's weights of pairs [P] (2406.11827, equation 2), larger for answers that the model
-        itself is likely to give: exp of an answer's mean of log p - log sum p^2 over its tokens,
+        itself is likely to give: exp of the mean of log p - log sum p^2 over an answer's tokens,
         multiplied over the pair's two answers.
 
-        differences: these terms negated, [b, s]. Collective under context parallelism.
+        differences: log sum p^2 - log p for each token, [b, s]. Collective under context
+        parallelism.
         """
         sums, lens = sum_documents(self.backend, batch, labels, differences)
         return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
@@ -557,7 +558,7 @@ class DPOTrainer(ScoredTrainer):
         run: Callable[..., list[torch.Tensor]],
     ) -> torch.Tensor | None:
         """Log-probabilities [2 P] for the P pairs of all micro-batches, computed by
-        run(micro-batches, length). Where the backend allows it, micro-batches are joined first,
+        run(micro-batches, seq_length). Where the backend allows it, micro-batches are joined first,
         for fewer forward passes. None on pipeline stages before the last. Collective.
 
         models: the chunks that `run` uses.
@@ -594,7 +595,7 @@ class DPOTrainer(ScoredTrainer):
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> tuple[Responses, int]:
         """(Responses with all pairs of the global batch, float64, the same on every rank; index of
-        this rank's first pair). Collective.
+        this rank's first pair). micro_batches: this rank's. Collective.
 
         The policy's log-probabilities are computed without dropout; they are 0 if no loss reads
         them.
@@ -634,8 +635,8 @@ class DPOTrainer(ScoredTrainer):
         [P], "reference_rejected_logps": [P]}]. None on pipeline stages before the last.
 
         models: the reference model's chunks, or the trained model's, which then run with adapters
-        off. data_list: arranged micro-batches. micro_batch_size: not used. Without dropout and
-        gradients. Collective: the pipeline schedule's forward passes.
+        off. data_list: arranged micro-batches. seq_length, micro_batch_size: not used. Without
+        dropout and gradients. Collective: the pipeline schedule's forward passes.
         """
         logps = self._log_probs_of_reference(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
@@ -646,9 +647,8 @@ class DPOTrainer(ScoredTrainer):
         self, models: Any, batches: list[dict[str, Any]], seq_length: int
     ) -> list[torch.Tensor]:
         """Log-probabilities of the documents in each micro-batch, float32 [documents], without
-        dropout. [] on pipeline stages before the last. models: the chunks to run. Collective: the
-        pipeline schedule's forward passes.
-        """
+        dropout. [] on pipeline stages before the last. models: the chunks to run. batches: arranged
+        micro-batches. seq_length: not used. Collective: the pipeline schedule's forward passes."""
 
         def collect(
             inputs: dict[str, Any], batch: dict[str, Any], losses: torch.Tensor
@@ -660,7 +660,8 @@ class DPOTrainer(ScoredTrainer):
         return measure(self.backend, step, batches, models)
 
     def _log_probs_of_reference(self, models: Any, *more: Any) -> list[torch.Tensor]:
-        """As _log_probs, with the trained model's adapters off."""
+        """Log-probabilities of the documents in each micro-batch, as from _log_probs, while the
+        trained model's adapters are off. models, more: arguments of _log_probs. Collective."""
         with self.backend.finetuning.without(self.model):
             return self._log_probs(models, *more)
 

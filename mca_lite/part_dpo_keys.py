@@ -171,9 +171,8 @@ _DIVERGENCE = Rule(
 
 
 def _check_excludes(a: Any, judge: Judge) -> None:
-    """Add a Problem to `judge` for each key that is set and that a loss in pref_loss cannot be
-    combined with.
-    """
+    """Add a Problem to `judge` for each key that is set although a loss in pref_loss cannot be
+    combined with it. a: the keys of all groups."""
     for name in a.pref_loss:
         for key in LOSSES[name].excludes:
             reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
@@ -182,8 +181,7 @@ def _check_excludes(a: Any, judge: Judge) -> None:
 
 def _check_pairs(a: Any, judge: Judge) -> None:
     """Check the configuration of a preference run across all groups of keys; Problems go to
-    `judge`.
-    """
+    `judge`. a: these keys."""
     check_preferences(a, judge)
     _check_excludes(a, judge)
     judge.expect(
@@ -210,8 +208,7 @@ def _keys_of(names: Iterable[str]) -> set[str]:
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
     """Check the configuration keys of the losses and of their reference, such as a weight per loss;
-    Problems go to `judge`.
-    """
+    Problems go to `judge`. a: the keys of the stage."""
     names = a.pref_loss
     listed = ", ".join(names)
     judge.expect(

@@ -110,7 +110,8 @@ def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
 def _margin(
     r: Responses, config: Any, of_chosen: torch.Tensor, of_rejected: torch.Tensor
 ) -> torch.Tensor:
-    """beta (chosen - rejected), minus the column pair_margin if pairs have one (2402.10571)."""
+    """beta (of_chosen - of_rejected) [P], minus the column pair_margin if pairs have one
+    (2402.10571)."""
     margin = config.beta * (of_chosen - of_rejected)
     return margin if r.margin is None else margin - r.margin
 
@@ -123,7 +124,7 @@ def _difference(r: Responses, config: Any) -> torch.Tensor:
 
 
 def _scaled(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """beta times the log-ratios of (chosen, rejected) answers to the reference."""
+    """beta times the log-ratios of (chosen, rejected) answers to the reference, [P] each."""
     of_chosen, of_rejected = r.ratios
     return config.beta * of_chosen, config.beta * of_rejected
 
@@ -144,52 +145,48 @@ def _token_loss(r: Responses) -> torch.Tensor:
 
 
 def sigmoid(r: Responses, config: Any) -> torch.Tensor:
-    """DPO (2305.18290): -(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta (c - r) - margin
-    and e = label_smoothing. c and r are the log-ratios of the chosen and the rejected answer to the
-    reference, or the slopes of another f-divergence (see scores). With e > 0 conservative DPO.
-    """
+    """Losses [P] of DPO (2305.18290): -(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta (c
+    - r) - margin and e = label_smoothing. c and r are the log-ratios of the chosen and the rejected
+    answer to the reference, or the slopes of another f-divergence (see scores). With e > 0
+    conservative DPO."""
     return _smoothed(_difference(r, config), config.label_smoothing)
 
 
 def sigmoid_norm(r: Responses, config: Any) -> torch.Tensor:
-    """Length-normalised DPO (2411.15124): -log sigmoid(beta (c / |y_c| - r / |y_r|) - margin). c
-    and r are the log-ratios of the chosen and the rejected answer to the reference, or the slopes
-    of another f-divergence (see scores). |y| is an answer's number of tokens.
-    """
+    """Losses [P] of length-normalised DPO (2411.15124): -log sigmoid(beta (c / |y_c| - r / |y_r|) -
+    margin). c and r are the log-ratios of the chosen and the rejected answer to the reference, or
+    the slopes of another f-divergence (see scores). |y| is an answer's number of tokens."""
     return -logsigmoid(_margin(r, config, *r.over_lengths(*scores(r, config))))
 
 
 def hinge(r: Responses, config: Any) -> torch.Tensor:
-    """SLiC's hinge loss (2305.10425) on log-ratios, as in RSO (2309.06657): max(0, 1 - d) with d =
-    beta (c - r) - margin. c and r are the log-ratios of the chosen and the rejected answer to the
-    reference, or the slopes of another f-divergence (see scores).
-    """
+    """Losses [P] of SLiC's hinge (2305.10425) on log-ratios, as in RSO (2309.06657): max(0, 1 - d)
+    with d = beta (c - r) - margin. c and r are the log-ratios of the chosen and the rejected answer
+    to the reference, or the slopes of another f-divergence (see scores)."""
     return (1 - _difference(r, config)).clamp(min=0)
 
 
 def ipo(r: Responses, config: Any) -> torch.Tensor:
-    """IPO (2310.12036, equation 17): (c / |y_c| - r / |y_r| - 1 / (2 beta))^2. c and r are the
-    log-ratios of the chosen and the rejected answer to the reference, or the slopes of another
-    f-divergence (see scores). They are divided by the answers' numbers of tokens |y|, as in its
-    authors' code.
-    """
+    """Losses [P] of IPO (2310.12036, equation 17): (c / |y_c| - r / |y_r| - 1 / (2 beta))^2. c and
+    r are the log-ratios of the chosen and the rejected answer to the reference, or the slopes of
+    another f-divergence (see scores). They are divided by the answers' numbers of tokens |y|, as in
+    its authors' code."""
     of_chosen, of_rejected = r.over_lengths(*scores(r, config))
     return (of_chosen - of_rejected - 1 / (2 * config.beta)).square()
 
 
 def robust(r: Responses, config: Any) -> torch.Tensor:
-    """Robust DPO (2403.00409): (-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), with e =
-    label_smoothing and d = beta (c - r) - margin as in DPO.
-    """
+    """Losses [P] of robust DPO (2403.00409): (-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2
+    e), with e = label_smoothing and d = beta (c - r) - margin as in DPO."""
     d = _difference(r, config)
     e = config.label_smoothing
     return (-(1 - e) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)
 
 
 def exo_pair(r: Responses, config: Any) -> torch.Tensor:
-    """EXO (2402.00856, equation 16): sigmoid(d) (log sigmoid(d) - log(1 - e)) + sigmoid(-d) (log
-    sigmoid(-d) - log e), with e = label_smoothing and d = beta (c - r) - margin as in DPO.
-    """
+    """Losses [P] of EXO (2402.00856, equation 16): sigmoid(d) (log sigmoid(d) - log(1 - e)) +
+    sigmoid(-d) (log sigmoid(-d) - log e), with e = label_smoothing and d = beta (c - r) - margin as
+    in DPO."""
     d = _difference(r, config)
     e = config.label_smoothing
     of_chosen = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
@@ -197,9 +194,8 @@ def exo_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def discopop(r: Responses, config: Any) -> torch.Tensor:
-    """DiscoPOP (2406.08414, equation 5): (1 - m) (-log sigmoid(d)) + m exp(-d) with m = sigmoid(d /
-    discopop_tau) and d = beta (c - r) - margin as in DPO.
-    """
+    """Losses [P] of DiscoPOP (2406.08414, equation 5): (1 - m) (-log sigmoid(d)) + m exp(-d) with m
+    = sigmoid(d / discopop_tau) and d = beta (c - r) - margin as in DPO."""
     d = _difference(r, config)
     share = (d / config.discopop_tau).sigmoid()
     return (1 - share) * -logsigmoid(d) + torch.exp(logsigmoid(d / config.discopop_tau) - d)
@@ -209,52 +205,49 @@ def discopop(r: Responses, config: Any) -> torch.Tensor:
 
 
 def nca_pair(r: Responses, config: Any) -> torch.Tensor:
-    """NCA (2402.05369): -log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) / 2, with b =
-    beta, and c and r the log-ratios of the chosen and the rejected answer to the reference.
-    """
+    """Losses [P] of NCA (2402.05369): -log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) /
+    2, with b = beta, and c and r the log-ratios of the chosen and the rejected answer to the
+    reference."""
     of_chosen, of_rejected = _scaled(r, config)
     return softplus(-of_chosen) + 0.5 * softplus(of_chosen) + 0.5 * softplus(of_rejected)
 
 
 def bco_pair(r: Responses, config: Any) -> torch.Tensor:
-    """BCO (2404.04656): -log sigmoid(b c - m) - log sigmoid(m - b r), with b = beta, and c and r
-    the log-ratios of the chosen and the rejected answer to the reference. m is the running mean of
-    rewards from bco_shift; 0 in bco_pair_unshifted.
-    """
+    """Losses [P] of BCO (2404.04656): -log sigmoid(b c - m) - log sigmoid(m - b r), with b = beta,
+    and c and r the log-ratios of the chosen and the rejected answer to the reference. m is the
+    running mean of rewards from bco_shift; 0 in bco_pair_unshifted."""
     of_chosen, of_rejected = _scaled(r, config)
     shift = 0.0 if r.of_batch is None else r.of_batch[:, 0]
     return -logsigmoid(of_chosen - shift) - logsigmoid(shift - of_rejected)
 
 
 def sppo_hard(r: Responses, config: Any) -> torch.Tensor:
-    """SPPO (2405.00675, 4.7) for preferences 1 and 0: (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2, with b
-    = beta, and c and r the log-ratios of the chosen and the rejected answer to the reference.
-    """
+    """Losses [P] of SPPO (2405.00675, 4.7) for preferences 1 and 0: (c - 1 / (2 b))^2 + (r + 1 / (2
+    b))^2, with b = beta, and c and r the log-ratios of the chosen and the rejected answer to the
+    reference."""
     of_chosen, of_rejected = r.ratios
     target = 0.5 / config.beta
     return (of_chosen - target).square() + (of_rejected + target).square()
 
 
 def apo_zero(r: Responses, config: Any) -> torch.Tensor:
-    """APO-zero (2408.06266, equation 7): 1 - sigmoid(b c) + sigmoid(b r), with b = beta, and c and
-    r the log-ratios of the chosen and the rejected answer to the reference.
-    """
+    """Losses [P] of APO-zero (2408.06266, equation 7): 1 - sigmoid(b c) + sigmoid(b r), with b =
+    beta, and c and r the log-ratios of the chosen and the rejected answer to the reference."""
     of_chosen, of_rejected = _scaled(r, config)
     return (-of_chosen).sigmoid() + of_rejected.sigmoid()
 
 
 def apo_down(r: Responses, config: Any) -> torch.Tensor:
-    """APO-down (2408.06266, equation 8): sigmoid(b c) + 1 - sigmoid(b (c - r)), with b = beta, and
-    c and r the log-ratios of the chosen and the rejected answer to the reference.
-    """
+    """Losses [P] of APO-down (2408.06266, equation 8): sigmoid(b c) + 1 - sigmoid(b (c - r)), with
+    b = beta, and c and r the log-ratios of the chosen and the rejected answer to the reference."""
     of_chosen, of_rejected = _scaled(r, config)
     return of_chosen.sigmoid() + (of_rejected - of_chosen).sigmoid()
 
 
 def kto_pair(r: Responses, config: Any) -> torch.Tensor:
-    """KTO on pairs (2402.01306, v1): (sigmoid(b (z_r - c)) + sigmoid(b (r - z_c))) / 2, with b =
-    beta, and c and r the log-ratios of the chosen and the rejected answer to the reference. z_r and
-    z_c are means of r and c over the global batch, at least 0, from kl_of_batch.
+    """Losses [P] of KTO on pairs (2402.01306, v1): (sigmoid(b (z_r - c)) + sigmoid(b (r - z_c))) /
+    2, with b = beta, and c and r the log-ratios of the chosen and the rejected answer to the
+    reference. z_r and z_c are means of r and c over the global batch, at least 0, from kl_of_batch.
     """
     of_chosen, of_rejected = r.ratios
     kl_of_rejected, kl_of_chosen = r.of_batch.unbind(-1)
@@ -263,19 +256,18 @@ def kto_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def aot(r: Responses, config: Any) -> torch.Tensor:
-    """AOT (2406.05882): -(1 - e) log sigmoid(b (q - q')) - e log sigmoid(b (q' - q)), with b = beta
-    and e = label_smoothing. q is a pair's margin of log-probabilities, chosen minus rejected, under
-    the policy; q' is the reference's margin with the same rank, when both are sorted over the
-    global batch.
-    """
+    """Losses [P] of AOT (2406.05882): -(1 - e) log sigmoid(b (q - q')) - e log sigmoid(b (q' - q)),
+    with b = beta and e = label_smoothing. q is a pair's margin of log-probabilities, chosen minus
+    rejected, under the policy; q' is the reference's margin with the same rank, when both are
+    sorted over the global batch."""
     margin = config.beta * (r.chosen - r.rejected - r.of_batch[:, 0])
     return _smoothed(margin, config.label_smoothing)
 
 
 def aot_unpaired(r: Responses, config: Any) -> torch.Tensor:
-    """AOT unpaired (2406.05882): -(1 - e) log sigmoid(b (c - r)) - e log sigmoid(b (r - c)), with b
-    = beta and e = label_smoothing. c and r are log-ratios of chosen and rejected answers to the
-    reference, matched by rank after sorting each over the global batch.
+    """Losses [P] of unpaired AOT (2406.05882): -(1 - e) log sigmoid(b (c - r)) - e log sigmoid(b (r
+    - c)), with b = beta and e = label_smoothing. c and r are log-ratios of chosen and rejected
+    answers to the reference, matched by rank after sorting each over the global batch.
 
     Each answer is matched with the opposite answer of equal rank. The loss is summed from the
     chosen answers' side; the rejected side adds only its gradient, not its value. So each answer
@@ -308,38 +300,34 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 
 def orpo(r: Responses, config: Any) -> torch.Tensor:
-    """ORPO (2403.07691): -p_c - beta log sigmoid(o_c - o_r). p_c and p_r are the mean
+    """Losses [P] of ORPO (2403.07691): -p_c - beta log sigmoid(o_c - o_r). p_c and p_r are the mean
     log-probabilities per token of the chosen and the rejected answer, and o = p - log(1 - exp(p))
-    are their log-odds. -p_c is a supervised loss.
-    """
+    are their log-odds. -p_c is a supervised loss."""
     chosen, rejected = r.means
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
     return -chosen - config.beta * logsigmoid(log_odds)
 
 
 def simpo(r: Responses, config: Any) -> torch.Tensor:
-    """SimPO (2405.14734): -(1 - e) log sigmoid(d - gamma) - e log sigmoid(gamma - d), with d = beta
-    (p_c - p_r) - margin, e = label_smoothing, and p_c and p_r the log-probabilities of the chosen
-    and the rejected answer divided by their numbers of tokens. gamma is simpo_gamma, a margin
-    between rewards as in TRL and LLaMA-Factory.
-    """
+    """Losses [P] of SimPO (2405.14734): -(1 - e) log sigmoid(d - gamma) - e log sigmoid(gamma - d),
+    with d = beta (p_c - p_r) - margin, e = label_smoothing, and p_c and p_r the log-probabilities
+    of the chosen and the rejected answer divided by their numbers of tokens. gamma is simpo_gamma,
+    a margin between rewards as in TRL and LLaMA-Factory."""
     d = _margin(r, config, *r.means) - config.simpo_gamma
     return _smoothed(d, config.label_smoothing)
 
 
 def cpo(r: Responses, config: Any) -> torch.Tensor:
-    """CPO (2401.08417): -(1 - e) log sigmoid(d) - e log sigmoid(-d) + cpo_alpha * (token loss of
-    the chosen answer), with d = beta (log p(chosen) - log p(rejected)) - margin and e =
-    label_smoothing. There is no reference.
-    """
+    """Losses [P] of CPO (2401.08417): -(1 - e) log sigmoid(d) - e log sigmoid(-d) + cpo_alpha *
+    (token loss of the chosen answer), with d = beta (log p(chosen) - log p(rejected)) - margin and
+    e = label_smoothing. There is no reference."""
     d = _margin(r, config, r.chosen, r.rejected)
     return _smoothed(d, config.label_smoothing) + config.cpo_alpha * _token_loss(r)
 
 
 def sft(r: Responses, config: Any) -> torch.Tensor:
-    """The token loss of the chosen answers, without a reference: MPO's generation loss
-    (2411.10442).
-    """
+    """The chosen answers' token losses [P], without a reference: MPO's generation loss
+    (2411.10442)."""
     return _token_loss(r)
 
 
@@ -348,16 +336,15 @@ def sft(r: Responses, config: Any) -> torch.Tensor:
 
 
 def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(N / number of tokens in the chosen answers, 0), for the N pairs of the global batch: the
-    factor that turns a mean per pair into a mean per token.
-    """
+    """(N / number of tokens in the chosen answers, 0), for the N pairs of the global batch in
+    `every`: the factor that turns a mean per pair into a mean per token. memory is not used."""
     return len(every.chosen_lens) / every.chosen_lens.sum().clamp(min=1), 0.0
 
 
 def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
     """(m, 0) for BCO. m is the mean, over all steps so far, of a step's mean reward beta (c + r) /
-    2. memory keeps m and the number of steps; a step with a non-finite m changes neither.
-    """
+    2; c and r are the log-ratios of the pairs in `every`. memory keeps m and the number of steps; a
+    step with a non-finite m changes neither."""
     mean = float(config.beta * torch.cat(every.ratios).mean())
     steps = memory.get("bco_steps", 0) + 1
     before = memory.get("bco_mean", 0.0)
@@ -369,8 +356,7 @@ def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[An
 
 def kl_of_batch(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
     """(z_r, z_c) for KTO on pairs: the mean log-ratio to the reference of the rejected, and of the
-    chosen answers in the global batch, both at least 0.
-    """
+    chosen answers in `every`, the global batch's pairs; both at least 0. memory is not used."""
     of_chosen, of_rejected = every.ratios
     return of_rejected.mean().clamp(min=0), of_chosen.mean().clamp(min=0)
 
@@ -383,16 +369,16 @@ def _partners(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def sorted_references(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(for each pair in the global batch, the reference's margin (chosen minus rejected
+    """(for each pair of the global batch in `every`, the reference's margin (chosen minus rejected
     log-probability) that has the same rank as the pair's margin under the policy; 0), for AOT.
-    """
+    memory is not used."""
     margins = every.chosen - every.rejected
     return _partners(margins, every.reference_chosen - every.reference_rejected), 0.0
 
 
 def sorted_partners(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """For AOT unpaired, over the global batch: (for each pair, the rejected log-ratio with the same
-    rank as its chosen one; the chosen log-ratio with the same rank as its rejected one).
-    """
+    """For AOT unpaired, over the global batch's pairs in `every`: (for each pair, the rejected
+    log-ratio with the same rank as its chosen one; the chosen log-ratio with the same rank as its
+    rejected one). memory is not used."""
     of_chosen, of_rejected = every.ratios
     return _partners(of_chosen, of_rejected), _partners(of_rejected, of_chosen)

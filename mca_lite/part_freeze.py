@@ -19,9 +19,8 @@ class Freeze(Finetuning):
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
         """Names of the language model's modules to train. A value head, if there is one, is always
-        among them, since it starts from random weights. Keys that do not fit the model become
-        Problems in `judge`.
-        """
+        among them, since it starts from random weights. weights: the language model's. keys: the
+        run's. Keys that do not fit the model become Problems in `judge`."""
         named = _named(weights, keys, num_layers, judge)
         # a value head starts from random weights: train it always
         head = module_of(VALUE_HEAD)

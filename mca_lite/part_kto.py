@@ -323,9 +323,8 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
 
 def _every_second(batch: Batch, first: int) -> dict[str, Any]:
     """An arranged batch with only the documents first, first + 2, and so on. Rows become as long as
-    the longest of these. A packed row of padding keeps one document. Columns per document, sample
-    or image are unchanged.
-    """
+    the longest document that is left. A packed row of padding keeps one document. Columns per
+    document, sample or image are unchanged."""
     chosen = dict(batch)
     names = [name for name in batch if is_of_tokens(name)]
     if "cu_seqlens" not in batch:

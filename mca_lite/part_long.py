@@ -207,10 +207,10 @@ class Unit:
     """A group of layers under activation checkpointing, for one forward and backward pass: keeps
     the outputs of attention kernels for the recomputation, and offloads tensors to host memory.
 
-    before: the unit whose output is this unit's input, or None; its tensors are prefetched to the
-    device while this unit is recomputed.
-    last (on the class): returns the unit made last. running (on the class): the unit whose layers
-    run now, or None.
+    first: the first input tensor of the unit. before: the unit whose output is this unit's input,
+    or None; its tensors are prefetched to the device while this unit is recomputed. last (on the
+    class): returns the unit made last. running (on the class): the unit whose layers run now, or
+    None.
     """
 
     last: Callable[[], "Unit | None"] = lambda: None  # the unit made last
@@ -341,7 +341,8 @@ def _attend(
     *args: Any,
 ) -> torch.Tensor:
     """CoreAttention.forward for layers with recompute_keep: its kernels' outputs are kept in the
-    running Unit and reused in the recomputation. forward: the original method."""
+    running Unit and reused in the recomputation. forward: the original method. args: its further
+    arguments."""
     unit = Unit.running
     if unit is None or not unit.keeps:
         return forward(query, key, value, *args)
@@ -412,7 +413,7 @@ class Tiles(torch.autograd.Function):
 
 
 def _starts(x: torch.Tensor, rows: int) -> range:
-    """The index of each tile's first row."""
+    """The index of each tile's first row, for the rows of x in tiles of `rows` rows."""
     return range(0, max(len(x), 1), rows)  # an empty tensor is one tile, to build the same graph
 
 
@@ -464,7 +465,7 @@ def _experts(
     module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     """Forward pass of experts on rows x [T, h], sorted by expert, `size` rows at a time -> (output
-    [T, h], None)."""
+    [T, h], None). tokens_per_expert: int64 [experts], rows of each. probs: router weights [T]."""
     ends = tokens_per_expert.cumsum(0)
 
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:

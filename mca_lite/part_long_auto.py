@@ -60,8 +60,10 @@ def states_to_come(optimizer: Any, args: Any) -> float:
 
 
 def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
-    """The most tokens of a row, or of a sample's documents together, in a training set. cutoff:
-    cutoff_len, if the run has it. documents: per sample."""
+    """Tokens to plan for in a row, or in a sample's documents together. They are cutoff * documents
+    if lengths are not stored or samples are packed; without a cutoff, the longest stored length, or
+    the longest of the first samples. cutoff: cutoff_len; None: the run has none. documents:
+    documents per sample."""
     lengths = getattr(samples_of(data), "document_lengths", None)
     if cutoff and (lengths is None or isinstance(data, Packs)):
         return cutoff * documents
@@ -76,7 +78,8 @@ def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
 
 
 def _made_whole(model: Any, width: int) -> float:
-    """Bytes of the largest quantised weight, made whole for a matmul; 0 if none is quantised."""
+    """Bytes of the largest quantised weight after dequantisation for a matmul; 0 if no weight is
+    quantised. width: bytes per value."""
     weights = (p for p in model.parameters() if hasattr(p, "packed"))
     return float(max((p.numel() * width for p in weights), default=0))
 
@@ -84,11 +87,12 @@ def _made_whole(model: Any, width: int) -> float:
 def choose(
     backend: Any, data: Any, settings: dict[str, Any], documents: int
 ) -> dict[str, dict[str, str]]:
-    """Choose the number of recomputed layers for this rank's stage, and set it in the model's
-    config -> a section of the start summary. Collective.
+    """Choose how many layers this rank's stage recomputes, and set the number in the model's config
+    -> a section of the start summary. Collective.
 
-    data: the training set. settings: the run's keys, as far as they are known. documents: per
-    sample."""
+    data: the training set. settings: {key: value} of the run, of which cutoff_len and stage are
+    read. documents: documents per sample.
+    """
     global next_choice
     args = backend.args
     model = backend.model

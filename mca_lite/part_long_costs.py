@@ -25,8 +25,8 @@ class Kept(NamedTuple):
 
 
 def results(config: Any, layer: int, sizes: Any) -> float:
-    """Bytes per token that a layer (counted from 0) keeps with recompute_keep: attention's output,
-    w n v, and its log-sum-exps, 4 n. 0 for linear attention, and without recompute_keep. sizes:
+    """Bytes per token that recompute_keep keeps of a layer (counted from 0): attention's output, w
+    n v, and its log-sum-exps, 4 n. 0 for linear attention, and without recompute_keep. sizes:
     RankSizes."""
     if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
         return 0.0
@@ -39,9 +39,10 @@ def results(config: Any, layer: int, sizes: Any) -> float:
 def tiled(
     config: Any, layer: int, sizes: Any, tokens: float, of_layer: float, of_mlp: float
 ) -> tuple[float, float]:
-    """(bytes per token of a layer, of its MLP) with mlp_chunk_size. of_layer, of_mlp: the same
-    without it. An MLP's activations are those of one tile; experts also keep their inputs for the
-    backward pass. tokens: tokens of a micro-batch on this rank."""
+    """(bytes per token of a layer, bytes per token of its MLP) with mlp_chunk_size, from of_layer
+    and of_mlp, the bytes without it. An MLP's activations are those of one tile; experts also keep
+    their inputs for the backward pass. layer: counted from 0. sizes: RankSizes. tokens: tokens of a
+    micro-batch on this rank."""
     rows = config.mlp_chunk_size * sizes.sp
     inputs = 0.0
     if config.is_moe_layer(layer):
@@ -53,12 +54,13 @@ def tiled(
 
 
 def kept(config: Any, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
-    """Bytes per token of recomputed layers with recompute_keep or activation_offloading.
+    """Bytes per token that recomputed layers take with recompute_keep or activation_offloading.
 
-    inputs: bytes of a unit's inputs. units: number of units. of_results: results() of each
-    recomputed layer. again: bytes of a unit while it is recomputed. With offloading everything is
-    in host memory, and at most two units are on the device: the one recomputed, and the one before
-    it."""
+    inputs: bytes of a unit's inputs. units: number of units, groups of layers recomputed together.
+    of_results: results() of each recomputed layer. again: bytes of a unit while it is recomputed.
+    With offloading everything is in host memory, and at most two units are on the device: the one
+    recomputed, and the one before it.
+    """
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
     again -= of_unit  # kept results are the same storages: they count once
@@ -141,8 +143,8 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
 
 
 def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """(bytes per token that a layer saves for the backward pass, the part of them in its MLP or
-    experts). Sizes are one rank's."""
+    """(bytes per token that a layer saves for the backward pass on this rank, the part of them in
+    its MLP or experts). layer: counted from 0. facts: from _facts. r: the rank's sizes."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
@@ -178,7 +180,7 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
 
 def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
     """Bytes per token that multi-latent attention saves for the backward pass, without the layer's
-    norm."""
+    norm. facts: from _facts. r: the rank's sizes."""
     rotated = config.qk_pos_emb_head_dim
     query = config.qk_head_dim + rotated
     value = config.v_head_dim
@@ -203,9 +205,9 @@ def _activations(
     r: RankSizes,
     tokens: float,
 ) -> tuple[float, float, float]:
-    """(bytes per token kept for the backward pass, bytes per token of a layer while it is
-    recomputed, bytes per token in host memory) on a rank of a pipeline stage. layers: the indices
-    of its layers with a backward pass. tokens: of a micro-batch on this rank."""
+    """(bytes per token kept for the backward pass, bytes per token of a group of layers while it is
+    recomputed, bytes per token in host memory) on a rank of pipeline stage `stage`. layers: the
+    indices of its layers with a backward pass. tokens: tokens of a micro-batch on this rank."""
     sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
     if config.mlp_chunk_size:
         pairs = zip(layers, sizes, strict=True)
@@ -244,7 +246,8 @@ def input_activations(
     args: Any, config: Any, trained: Iterable[str], length: int, r: RankSizes
 ) -> float:
     """Upper limit of the bytes that a vision tower or another input module saves for the backward
-    pass: as if rows held nothing but its inputs. trained: names of the trained parameters."""
+    pass: as if rows held nothing but its inputs. trained: names of the trained parameters. length:
+    tokens in a row. r: the rank's sizes."""
     of_token = config.inputs.bytes_of_token(trained, r.w)
     return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
 
@@ -270,7 +273,8 @@ def _loss(
     config: Any, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
 ) -> float:
     """Bytes that the loss takes while it is computed: a chunk of logits, hidden states, and the
-    gradient of a trained head. distils: True if the loss compares with a teacher."""
+    gradient of a trained head. tokens: tokens of a micro-batch on this rank. on_gpu: True if
+    kernels are compiled. r: the rank's sizes. distils: True if the loss compares with a teacher."""
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     of_logit = r.w
@@ -306,7 +310,8 @@ def _passing(config: Any, layers: Sequence[int], r: RankSizes, tokens: float) ->
 
 
 def _buffers(config: Any, tokens: float, r: RankSizes) -> float:
-    """Bytes of a rank's communication buffers. tokens: of a micro-batch on this rank."""
+    """Bytes of a rank's communication buffers. tokens: tokens of a micro-batch on this rank. r: the
+    rank's sizes."""
     part = tokens * r.h * r.w / r.sp
     terms = [
         (config.sequence_parallel, part * r.sp),

@@ -136,8 +136,8 @@ class Lora(Finetuning):
         model is a mixture of experts, adapters are on MLPs, and the run exports no merged model.
         Otherwise [].
 
-        PEFT recognises stacked experts by module name alone, so that it may take dense layers and
-        shared experts for them.
+        The reason: PEFT recognises stacked experts by module name alone, and so may take dense
+        layers and shared experts for stacked experts.
         """
         family = FAMILIES.get(str(arguments.model_config.get("model_type")))
         has_experts = family is not None and any("[]" in row.mca for row in family.rows)
@@ -166,7 +166,7 @@ class Lora(Finetuning):
         return without_adapters(model)
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Multiplications per token by the LoRA matrices of a module, for FLOPs; 0 without an
+        """Multiply-adds per token by the LoRA matrices of a module, for FLOPs; 0 without an
         adapter.
 
         uses: how often a token is multiplied by the module's weight; 0 for an embedding, which

@@ -406,7 +406,7 @@ def _merged_shapes(
     its base weight.
 
     whole: weights that the adapter stores in full; an embedding or head among them may have more
-    rows than the base's. rank: r. shapes: the base's.
+    rows than the base's. rank: the adapter's. shapes: {name: shape} of the base's tensors.
     """
     merged = dict(shapes)
     for module, (a, b) in source.pairs.items():

@@ -174,8 +174,7 @@ class Piece(NamedTuple):
 
 def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
     """Pad each matrix B [..., out, r] with zero columns to `columns` columns, so that its r columns
-    begin where those of the matrix before it end.
-    """
+    begin where the columns of the matrix before it end."""
     blocks = []
     first = 0
     for b in bs:
@@ -366,8 +365,8 @@ class LoraAdapter(Adapter):
         """W x + scale * B A x in one matmul, summed over the group if the linear is row-sharded.
         Collective over the group if the linear is sharded.
 
-        For a sharded linear, each rank has one of A and B whole; the gradient of that matrix is
-        summed over the group here, or under sequence parallelism by megatron.
+        If the linear is sharded, one of A and B is sharded and the other is the same on each rank:
+        its gradient is summed over the group here, or under sequence parallelism by megatron.
         """
         a = self.lora_A
         gathers = None

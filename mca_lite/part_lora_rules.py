@@ -66,14 +66,15 @@ def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> No
 
 
 def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tuple[str, ...]:
-    """Find the modules that get adapters: those which the spec's targets match. Returns their
-    Hugging Face names in the model's order.
+    """Find the modules that get adapters: the candidates that the spec's targets match. Returns
+    their Hugging Face names in the model's order.
 
     A target is one of: a module's whole name; "all" (every linear except the head and, in families
     of the table, routers) or "all-router"; the end of a name, such as q_proj or megatron's
     linear_qkv; a glob over whole names (*.layers.[0-3].*.q_proj); a regular expression over whole
     names. Only a whole name matches outside of spec.parts, for example in a frozen vision tower. A
-    target without a match becomes a Problem in `judge`.
+    target without a match becomes a Problem in `judge`. candidates: part_lora_sites.Candidate for
+    each module that can have an adapter.
     """
     chosen = set()
     free = [candidate for candidate in candidates if candidate.part in spec.parts]
@@ -127,7 +128,8 @@ def check_other_model(
 
 
 def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) -> None:
-    """Add a Problem to `judge` if adapters are on some experts of a layer, but not on all."""
+    """Add a Problem to `judge` if adapters are on some experts of a layer, but not on all.
+    candidates: part_lora_sites.Candidate for each module that can have an adapter."""
 
     def of_layer(module: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.", module)
@@ -294,9 +296,8 @@ def check_mergeable(
     spec: LoraSpec, is_tied: bool, judge: Judge, key: str = "save_merged_model"
 ) -> None:
     """Add a Problem to `judge` if adapters cannot be merged into the weights: if embedding and head
-    share one matrix (is_tied) and one of them has an adapter, since merging would change the other
-    too. key: the configuration key that asks for merging.
-    """
+    share one matrix (is_tied) and one of them has an adapter, since merging would change both. key:
+    the configuration key that asks for merging."""
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     judge.expect(
         not is_tied or not one_sided,

@@ -305,8 +305,8 @@ _OFF = "false no 0 0.0 [] {}"  # values that switch a key off
 
 
 def _add(key: str, row: ForeignKey) -> None:
-    """Add a key of another trainer to FOREIGN_KEYS, with what becomes of it here. ValueError if the
-    key is known already."""
+    """Add a key of another trainer to FOREIGN_KEYS. row: what becomes of the key in this package.
+    ValueError if the key is known already."""
     refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
     FOREIGN_KEYS[key] = row
 

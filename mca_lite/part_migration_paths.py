@@ -46,7 +46,7 @@ _CONSTANTS = ("ADAPTER_CONFIG_NAME", "IGNORE_INDEX", "MCA_CONFIG_NAME")
 
 
 def _moved(name: str) -> Any:
-    """An attribute of a module at one of mcore_adapter's paths, taken from this package.
+    """Look up `name`, an attribute of a module at one of mcore_adapter's paths, in this package.
     ImportError, with the replacement, for a name that has no successor here."""
     if name == "initialize_megatron":
         return import_module(".parallel", __package__).initialize

@@ -36,7 +36,8 @@ from .weights_files import Shape, original_of
 
 class Targets(NamedTuple):
     """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: token ids, labels and
-    image-feature indices of the tokens 1 to k positions later in the same document.
+    image-feature indices of the tokens 1 to k positions later in the same document. k: number of
+    prediction layers.
 
     After the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
     the index -1.
@@ -155,8 +156,9 @@ class Predictions(MegatronModule):
         shared: dict[str, Any],
     ) -> torch.Tensor:
         """Losses of the next token and of the tokens ahead, float32 [b, s, 1 + layers]. model:
-        McaGPTModel. hidden: the decoder's output. place: a function that puts image features among
-        embeddings, or None. shared: keywords of Layer.forward."""
+        McaGPTModel. hidden: the decoder's output. trained: the places of labels with loss, as for
+        McaGPTModel.losses. place(embeddings, slots): puts image features among embeddings; None:
+        there are none. shared: keywords of Layer.forward."""
         losses = [model.losses(targets.labels, hidden, trained)]
         for layer, ids, next_labels, places in zip(self.layers, *targets[1:], strict=True):
             embedded = model.embedding(ids)

@@ -34,7 +34,7 @@ class Muon(AdamW):
     ratio: with muon_adjust_lr original, sqrt(max(1, rows / columns)); with match_rms_adamw, 0.2
     sqrt(max(rows, columns)), so that updates are as large as AdamW's and can share its learning
     rate.
-    mu: muon_momentum. args: TrainingArguments.
+    mu: muon_momentum. groups: parameter groups. args: TrainingArguments.
 
     AdamW updates embedding and output layer, whose rows each belong to one token, and norms, biases
     and one-row matrices. Routers are updated by Muon, as in megatron-core (emerging_optimizers.py

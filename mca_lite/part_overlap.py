@@ -23,6 +23,7 @@ _NO_SYMMETRIC_MEMORY = (
 
 class Peers:
     """Buffers that the GPUs of one host read from each other, and the stream that copies them.
+    group: the tensor-parallel ranks, on one host.
 
     Three buffer sets take turns. A set is written again three exchanges later. By then every rank
     has read it: this rank has waited for an exchange in between, in which all ranks met after their
@@ -41,9 +42,9 @@ class Peers:
     def slot(
         self, number: int, length: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer in the current buffer set: (this rank's [length], the same buffer of every
-        rank). number: which buffer of the set, 1 to size - 1. Collective if the buffers must grow.
-        """
+        """A buffer in the current buffer set -> (this rank's [length], the list of this buffer on
+        every rank). number: index of the buffer in the set, 1 to size - 1. Collective if the
+        buffers must grow."""
         key = self.turn % _SETS, number, length, dtype
         if key not in self._views:
             needed = (self.size - 1) * length * dtype.itemsize

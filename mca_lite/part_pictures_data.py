@@ -67,7 +67,7 @@ GRIDS = (*(grid for _, grid in COLUMNS_OF.values()), "audio_grid")
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded image: a file's path, or its bytes in `data`; path is "" then."""
+    """An image: its file's path; or, with path "", its encoded bytes in `data`."""
 
     kind: ClassVar[str] = "image"
     path: str
@@ -88,9 +88,9 @@ class Picture:
 
 
 class Placed(NamedTuple):
-    """An image of a document, or another input, with the facts that were read when the document was
-    tokenised. grid: its numbers of patches along time, height and width. num_bytes, modified: size
-    and time of its file. where: "file:line" of its record."""
+    """An image, or another input, of a document, with facts read when the document was tokenised.
+    grid: number of patches along time, height and width. num_bytes, modified: size and time of its
+    file. where: "file:line" of its record."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -101,7 +101,7 @@ class Placed(NamedTuple):
 
 def read_picture(value: Any, folder: Path, where: str, home: str | Path | None = None) -> Picture:
     """The Picture for a value in a record: a path (relative to `folder`), bytes, a data: URL, or a
-    dict with one of them.
+    dict with one of them or with base64 text.
 
     home: only files in this folder are allowed, after following links; None: any file. Raises
     ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
@@ -158,7 +158,7 @@ def plural(kind: str) -> str:
 
 def picture_of_block(block: dict[str, Any]) -> Any:
     """The value of the image, video or audio in a message block, such as a path; None if the block
-    has none and so takes the next one of the record's column."""
+    has none, and so stands for the next value in the record's column."""
     found: Any = next((block[key] for key in _SOURCES if block.get(key) is not None), None)
     if isinstance(found, str) and found == block.get("base64"):
         return {"base64": found}
@@ -267,7 +267,8 @@ class Vision(Media):
     block: the text that stands for an image in a conversation; contains its placeholder once.
     tokens: {placeholder: kind of its input}. blocks: matches the text of one input, as a group.
     marks: {mark in a text: kind of its input}, LLaMA-Factory's marks.
-    limits: of pixels, by the image processor's names, if the keys set them.
+    limits: {"shortest_edge": image_min_pixels, "longest_edge": image_max_pixels}, those that are
+    set.
     """
 
     folder: Path
@@ -285,9 +286,9 @@ class Vision(Media):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """The Vision for a model, from its config.json's contents; Media(), which refuses images,
-        if they lack the image tokens or the tower's patch sizes. ValueError if the tokenizer lacks
-        the image tokens."""
+        """The Vision for a model; Media(), which refuses images, if its config.json lacks the image
+        tokens or the tower's patch sizes. folder: the model's. config: the contents of config.json.
+        keys: the run's keys. ValueError if the tokenizer lacks the image tokens."""
         tower = config.get("vision_config") or {}
         sizes: list[Any] = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
         token_keys = _GLM_TOKEN_KEYS if _GLM_TOKEN_KEYS[0] in config else TOKEN_KEYS
@@ -379,7 +380,7 @@ class Vision(Media):
     def grid(
         self, height: int, width: int, least: int | None = None, most: int | None = None
     ) -> tuple[int, int, int]:
-        """The grid (1, rows, columns) of patches of an image with this many pixels, after the
+        """The grid (1, rows, columns) of patches of an image of height x width pixels, after the
         processor's resizing. least, most: limits on the pixels; None: the processor's. ValueError
         if the image is too narrow."""
         processor = self.processor
@@ -492,9 +493,11 @@ class Vision(Media):
     def _blocks_of(
         self, messages: list[dict[str, Any]], rest: dict[str, list[Any]], may_lead: bool, where: str
     ) -> list[list[dict[str, Any]]]:
-        """The blocks of each message's inputs, such as images: its "media", or one for each mark in
-        its text, which MARK replaces in place. may_lead: put unmarked inputs of the columns before
-        the first question. ValueError for a text with a placeholder token."""
+        """For each message a list of blocks, one per input, such as an image: its "media", which is
+        removed, or one block for each mark in its text; MARK replaces the marks in place. rest:
+        {kind: values in the record's columns}. may_lead: if no message has marks or blocks, the
+        columns' inputs stand before the first user message. ValueError for a text with a
+        placeholder token."""
         of_blocks = [message.pop("media", None) for message in messages]
         for message, blocks in zip(messages, of_blocks, strict=True):
             content = message["content"]
@@ -607,7 +610,8 @@ class Vision(Media):
         return sum(map(text.count, self.tokens))
 
     def runs(self, placed: Placed) -> list[tuple[int, int, int]]:
-        """The grids of an input's runs of placeholder tokens: an image has one run."""
+        """[(time, height, width)], in patches, for each run of placeholder tokens of an input: an
+        image has one run."""
         return [placed.grid]
 
     def _runs(self, inputs: Sequence[Placed]) -> np.ndarray:
@@ -622,10 +626,11 @@ class Vision(Media):
         return grids.prod(axis=1) // self.merge_size**2
 
     def expand(self, document: np.ndarray, inputs: Sequence[Placed]) -> np.ndarray:
-        """The document (data_encode.Document) with each placeholder repeated, one per feature of
-        its image. Placeholders have no loss.
+        """The document with each placeholder repeated, one per feature of its image. Placeholders
+        have no loss. document: int32 [n], token ids; ~id for a token without loss.
 
-        ValueError if the number of placeholders is not that of the inputs' runs, one per image.
+        ValueError unless the document has one placeholder for each run of the inputs; an image has
+        one run.
         """
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)
@@ -687,7 +692,7 @@ class Vision(Media):
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """The model's columns for a document with tokens ids [n]: positions rope_t, rope_h and
         rope_w [n]; with images also image_grid_thw, and pixel_values unless is_read is False (with
-        videos likewise)."""
+        videos video_grid_thw and pixel_values_videos)."""
         import torch  # imported late: reading records needs no torch
 
         positions = rope_positions(
@@ -733,8 +738,8 @@ class Vision(Media):
 
 
 def _frames_of(processor: Any) -> int:
-    """The number of times that an image counts for the processor's pixel limits: GLM-4V's processor
-    counts temporal_patch_size equal frames, others one."""
+    """The number of times that an image counts for the processor's pixel limits:
+    temporal_patch_size for GLM-4V's processor, which counts that many equal frames; otherwise 1."""
     is_glm = type(processor).__name__.startswith("Glm4v")
     return int(processor.temporal_patch_size) if is_glm else 1
 
@@ -776,12 +781,13 @@ def rope_positions(
 ) -> torch.Tensor:
     """Rotary positions int64 [3, n], along time, height and width, for a document's token ids [n].
 
-    A text token has one position for all axes, the next after what precedes it. The features of an
-    image (a run of placeholders) count along each axis from there, along time in the run's `steps`
-    (None: 1), rounded down; text after an image continues after its longer side. grids: patches of
-    each run, as for merged_grids. token_ids: the placeholders. ValueError if their number is not
-    the number of features. Source: Qwen2-VL, and transformers from 5.3 on (earlier ones, and vLLM,
-    continue after the last time of a video that is longer than its sides).
+    A text token has the same position on all axes, one after the token before it. The features of
+    an image (a run of placeholders) start at the next position and count from there along each
+    axis; along time in distances of the run's `steps` (None: 1), rounded down. The text after an
+    image starts after its longer side. grids: patches of each run, as for merged_grids. token_ids:
+    the placeholders. ValueError if their number is not the number of features. Source: Qwen2-VL,
+    and transformers from 5.3 on (earlier versions, and vLLM, continue after the last time of a
+    video that is longer than its sides).
     """
     import torch
 

@@ -43,13 +43,13 @@ def _with_pictures(text: Family, **changes: Any) -> Family:
 
 def _sections(hf: Any, default: tuple[int, ...]) -> dict[str, Any]:
     """The config field mrope_section: how many rotary frequencies encode time, height and width.
-    default: transformers', for a config.json without it."""
+    default: transformers', for a config.json without it. hf: the transformers config."""
     return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
 def _without_head_dim(hf: Any) -> dict[str, Any]:
     """The config field kv_channels for a family that ignores head_dim: hidden size / number of
-    heads."""
+    heads. hf: the transformers config."""
     return {"kv_channels": hf.hidden_size // hf.num_attention_heads}
 
 

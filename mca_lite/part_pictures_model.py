@@ -98,8 +98,8 @@ class PlacedFeatures(NamedTuple):
     """Image features arranged at the positions of this rank's tokens.
 
     is_image: bool [s, b, 1], or [s / tp, b, 1] under sequence parallelism: True at image tokens.
-    embedded: [s, b, h] likewise, to replace embeddings; 0 for text. deepstack: tensors of that
-    shape, to add to the outputs of the first layers.
+    embedded: [s, b, h], or [s / tp, b, h]: features that replace embeddings; 0 for text. deepstack:
+    tensors of embedded's shape, to add to the outputs of the first layers.
     """
 
     is_image: torch.Tensor
@@ -136,7 +136,8 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers' vision modules that runs torch's varlen kernel.
     query, key, value [1, heads, t, d]: the patches of images, or of windows of images, one after
-    another -> ([1, t, heads, d], None). cu_seq_lens_q: the borders of images or windows."""
+    another -> ([1, t, heads, d], None). cu_seq_lens_q: the borders of images or windows.
+    max_length_q: length of the longest."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -172,7 +173,7 @@ def modules_on_meta(hf_config: str) -> Any:
 
 
 def tensors_of(tower: torch.nn.Module) -> tuple[tuple[str, bool], ...]:
-    """(name, True if it is the weight of a linear) of a module's parameters."""
+    """(name, True if it is the weight matrix of a linear) for each parameter of a module."""
     linears = {
         f"{name}.weight"
         for name, module in tower.named_modules()
@@ -200,8 +201,10 @@ class Tower(torch.nn.Module):
             self.module.config._attn_implementation = _VARLEN
 
     def made(self, of: Any, hf_config: Any, config: McaModelConfig, kind: int) -> Any:
-        """A module of transformers' class `of`, without weights, for this model's layout. kind: the
-        number of its kind of input, see ckpt_megatron.may_rest."""
+        """A module of transformers' class `of`, whose weights are not initialised, set up for the
+        model's recomputation and sequence parallelism. hf_config: the module's transformers config.
+        config: the whole model's. kind: index of its kind of input (1 images, 2 audio), by which
+        the optimizer skips the module in steps without such inputs."""
         from transformers.initialization import no_init_weights
 
         with no_init_weights():
@@ -246,8 +249,8 @@ class Tower(torch.nn.Module):
         return [F.pad(x, (0, 0, 1, 0)) for x in features]
 
     def features_of(self, module: Any, pixel_values: Any, image_grid_thw: Any) -> Any:
-        """A vision module's [embedded, *deepstack], each [n, h], for the given images; for an empty
-        image if pixel_values is None."""
+        """[embedded, *deepstack], each [n, h]: what a vision module computes for the given images,
+        or for an empty image if pixel_values is None."""
         weight = next(module.parameters())
         if pixel_values is None:
             pixel_values, image_grid_thw = empty_picture(self.vision_config, weight.device)
@@ -284,7 +287,7 @@ class Pictures(Inputs):
 
     @property
     def on_meta(self) -> Any:
-        """modules_on_meta of this model."""
+        """transformers' model without its head, on the meta device, see modules_on_meta."""
         return modules_on_meta(json.dumps(self.hf_config, sort_keys=True))
 
     @functools.cached_property
@@ -305,7 +308,7 @@ class Pictures(Inputs):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The placeholder tokens of pictures and of videos."""
+        """Placeholder token ids of (images, videos); -1 for videos if the model has none."""
         return self.whole.image_token_id, getattr(self.whole, "video_token_id", -1)
 
     @property
@@ -342,8 +345,10 @@ class Pictures(Inputs):
         rope_h: torch.Tensor, rope_w: torch.Tensor,
         image_slot: Any = None, pixel_values: Any = None, image_grid_thw: Any = None, **more: Any,
     ) -> tuple[Any, list[Any], Callable[..., Any] | None]:  # fmt: skip
-        """Inputs.embed for images: runs the vision tower on the first pipeline stage. On every
-        stage it adds the rotary tables for this rank's positions to `shared`."""
+        """Replace placeholder embeddings by image features -> (hidden, deepstack features to add to
+        the first layers' outputs, a function that does the same for other embeddings and slots, or
+        None if there are no features here). Runs the vision tower on the first pipeline stage. On
+        every stage it adds the rotary tables for this rank's positions to `shared`."""
         positions = torch.stack((rope_t, rope_h, rope_w))
         shared["rope_tables"] = self.axial_rope.tables(positions, self.config.params_dtype)
         if not model.pre_process:
@@ -353,7 +358,8 @@ class Pictures(Inputs):
             return hidden, [], None
 
         def placed(image_slot: torch.Tensor) -> PlacedFeatures:
-            """The features at this rank's part of the positions [b, s]."""
+            """The PlacedFeatures for image_slot [b, s], or for this rank's part of it under
+            sequence parallelism."""
             if self.config.sequence_parallel:
                 image_slot = image_slot.chunk(model.tp_group.size(), 1)[model.tp_group.rank()]
             return PlacedFeatures.of(features, image_slot)

@@ -84,9 +84,8 @@ class PolicyLoss(NamedTuple):
 
 def clipped(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
     """PPO's clipped objective per token: -min(r A, clip(r) A), with r the probability ratio to the
-    policy that sampled, A the advantage, and clip(r) in numbers.bounds. delta limits the unclipped
-    r; for A < 0, dual_clip limits the term to -dual_clip A.
-    """
+    policy that sampled, A the advantage, and clip(r) in numbers.bounds. numbers: the Policy. delta
+    limits the unclipped r; for A < 0, dual_clip limits the term to -dual_clip A."""
     ratio = tokens.log_ratio.exp()
     if numbers.delta is not None:
         ratio = ratio.clamp(max=numbers.delta)
@@ -100,8 +99,8 @@ def clipped(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
 
 def cispo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
     """CISPO's term per token: -min(r, cispo_max) A l, without a gradient through r. r is the
-    probability ratio to the policy that sampled, A the advantage, l the log-probability.
-    """
+    probability ratio to the policy that sampled, A the advantage, l the log-probability. numbers:
+    the Policy."""
     ratio = tokens.log_ratio.exp().clamp(max=numbers.cispo_max)
     return -ratio.detach() * tokens.advantage * tokens.logps
 
@@ -109,29 +108,27 @@ def cispo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
 def sapo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
     """SAPO's term per token: -4 / tau sigmoid(tau (r - 1)) A, which falls off smoothly where PPO
     clips. r is the probability ratio to the policy that sampled, A the advantage; tau is tau_pos
-    for A > 0, otherwise tau_neg.
-    """
+    for A > 0, otherwise tau_neg. numbers: the Policy."""
     tau = torch.where(tokens.advantage > 0, numbers.tau_pos, numbers.tau_neg)
     return -torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau * tokens.advantage
 
 
 def reinforce(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """REINFORCE's term per token: minus advantage times log-probability."""
+    """REINFORCE's term per token: minus advantage times log-probability. numbers: the Policy, not
+    used."""
     return -tokens.advantage * tokens.logps
 
 
 def importance_sampling(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
     """Importance sampling's term per token: -r A, with r the probability ratio to the policy that
-    sampled, not limited, and A the advantage.
-    """
+    sampled, not limited, and A the advantage. numbers: the Policy, not used."""
     return -tokens.log_ratio.exp() * tokens.advantage
 
 
 def opd(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
     """On-policy distillation's term per token: -r (A + teacher_coef (q - o)). q and o are
-    log-probabilities under the teacher and under the policy that sampled, r is the ratio to the
-    latter, A the advantage or 0.
-    """
+    log-probabilities under the teacher and under the policy that sampled, r is the probability
+    ratio to the policy that sampled, A the advantage or 0. numbers: the Policy."""
     old = (tokens.logps - tokens.log_ratio).detach()
     gain = tokens.advantage + numbers.teacher_coef * (tokens.ref_logp - old)
     return -tokens.log_ratio.exp() * gain
@@ -185,11 +182,18 @@ class Policy:
     clip_low, clip_high: r is clipped to 1 - clip_low .. 1 + clip_high; clip_high None: equal to
     clip_low.
     dual_clip: for A < 0, a term is at most -dual_clip A. delta: largest r in PPO's unclipped term.
-    cispo_max: largest r in cispo.
-    constant: tokens per answer in dr_grpo's divisor. Metrics are means over trained tokens: ratio;
-    clipped, the share whose gradient PPO's clipping would remove; kl, if samples have ref_logp;
-    entropy, with entropy_coef or with_entropy. reward, if samples have it, is a mean over samples.
-    ValueError if a parameter is out of range, or one that this loss needs is missing.
+    cispo_max: largest r in cispo. tau_pos, tau_neg: steepness of sapo's sigmoid for A > 0, and
+    otherwise.
+    constant: tokens per answer in dr_grpo's divisor.
+    kl_coef: weight of the KL penalty. kl: its estimator, k1, k2 or k3. kl_unbiased: multiply it by
+    r. entropy_coef: weight of the entropy bonus. temperature: divides the logits. teacher_coef:
+    weight of the teacher's log-ratio in opd. off_policy_max: drop terms with A < 0 in samples whose
+    mean of old - new log-probability is larger.
+
+    Metrics are means over trained tokens: ratio; clipped, the share whose gradient PPO's clipping
+    would remove; kl, if samples have ref_logp; entropy, with entropy_coef or with_entropy. reward,
+    if samples have it, is a mean over samples. ValueError if a parameter is out of range, or one
+    that this loss needs is missing.
     """
 
     name: str
@@ -297,9 +301,10 @@ def sampler_weights(
     sampler that generated it: exp(old_logp - sampler_logp) for each token, or for the sum over the
     sample.
 
-    correction: "token" or "sequence", then "_truncate" (limit weights to least .. most) or "_mask"
-    (weight 0 outside of least .. most), such as "token_truncate". Tokens without a label, or with
-    NaN as log-probability, count as equal. ValueError for another correction.
+    labels, old_logp, sampler_logp: [n]. correction: "token" or "sequence", then "_truncate" (limit
+    weights to least .. most) or "_mask" (weight 0 outside of least .. most), such as
+    "token_truncate". For a token without a label, or with NaN as log-probability, both
+    log-probabilities count as equal. ValueError for another correction.
     """
     scope, _, way = correction.partition("_")
     expect(

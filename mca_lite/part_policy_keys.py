@@ -91,16 +91,14 @@ _NEEDED = {"cispo_max": "cispo", "constant": "dr_grpo"}
 
 
 def loss_of_stage(a: Any) -> str:
-    """Name of the policy loss: the key policy_loss, or grpo for stage policy, or the stage itself
-    (grpo, ppo).
-    """
+    """Name of the policy loss that the keys `a` choose: policy_loss if it is set; otherwise grpo
+    for stage policy, and the stage's name for stages grpo and ppo."""
     return a.policy_loss or ("grpo" if a.stage == "policy" else a.stage)
 
 
 def _check_policy_keys(a: Any, judge: Judge) -> None:
     """Check the configuration keys of the loss and of the sampler's correction; Problems go to
-    `judge`.
-    """
+    `judge`. a: the keys of the stage."""
     name = loss_of_stage(a)
     judge.expect(
         a.stage in ("policy", name),
@@ -131,7 +129,8 @@ def _check_policy_keys(a: Any, judge: Judge) -> None:
 
 
 def _check_policy_run(a: Any, judge: Judge) -> None:
-    """Check the configuration of a policy run across all groups of keys; Problems go to `judge`."""
+    """Check the configuration of a policy run across all groups of keys; Problems go to `judge`. a:
+    these keys."""
     judge.apply(_RUN)
 
 

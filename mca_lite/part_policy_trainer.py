@@ -33,7 +33,8 @@ class PolicyConfig(Policy, ObjectiveConfig):
     sampler_correction, sampler_max, sampler_min: see sampler_weights; if set, the samples' old_logp
     is the sampler's.
     cache_dir: folder for log-probabilities under the model before training; None: kept in memory.
-    model_source: distinguishes start models that come from the same folder, in the cache.
+    model_source: text in the cache's key that tells apart start models of the same folder, such as
+    models drawn from different seeds.
     """
 
     name: str = "grpo"
@@ -264,9 +265,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 class Computed(View):
     """A view of rollouts with the columns which PolicyTrainer has computed, and without `group`.
     With sampler_correction, old_logp is replaced. advantages: float64 [samples]; None: the samples
-    have them, or the loss needs none. columns: the first sample's SESSION_COLUMNS; reading a sample
-    that has others raises ValueError.
-    """
+    have advantages, or the loss needs none. columns: the first sample's SESSION_COLUMNS; reading a
+    sample with other columns raises ValueError."""
 
     advantages: np.ndarray | None = None
     rows: np.ndarray | None = None

@@ -88,8 +88,9 @@ def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise values [.., k] -> (codes, scales [.., k / block]). 4-bit codes are two in a byte,
-    [.., k / 2], the first in the upper half; 8-bit codes are signed, [.., k]."""
+    """Quantise the values `numbers` [.., k] in a format, such as FORMS["nf4"] -> (codes, scales
+    [.., k / block]). 4-bit codes are two in a byte, [.., k / 2], the first in the upper half; 8-bit
+    codes are signed, [.., k]."""
     blocks = numbers.float().unflatten(-1, (-1, form.block))
     most = blocks.abs().amax(-1)
     if form.largest is not None:
@@ -152,7 +153,8 @@ def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torc
 
 
 def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, rows: torch.Tensor) -> None:
-    """Run the Triton kernel of write_whole, which writes the values into rows [rows, k]."""
+    """Run the Triton kernel of write_whole, which writes the values into `rows` [rows, k]. codes,
+    scales: from quantise(), as [rows, ...]."""
     columns = rows.shape[1]
     grid = (len(rows), triton.cdiv(columns, _BLOCK))
     table, _ = _table(form, rows.device)
@@ -166,8 +168,8 @@ _aten = torch.ops.aten
 
 
 class Quantised(torch.Tensor):
-    """A frozen weight [.., k] in a quantised format. Its dtype is that to which the values are
-    rounded when dequantised.
+    """A frozen weight [.., k] in a quantised format, with codes and scales from quantise(). Its
+    dtype is that to which the values are rounded when dequantised.
 
     detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises
     plain values; other in-place operators raise NotImplementedError. Other operators get the
@@ -220,7 +222,7 @@ class Quantised(torch.Tensor):
         return out
 
     def set(self, numbers: torch.Tensor) -> None:
-        """Quantise values, which are broadcast to this shape, into this tensor, some rows at a
+        """Quantise the values `numbers`, broadcast to this shape, into this tensor, some rows at a
         time."""
         columns = self.shape[-1]
         rows = numbers.expand(self.shape).reshape(-1, columns)
@@ -366,8 +368,8 @@ def quantised_layers(config: Any) -> Iterator[tuple[Row, int | None]]:
 
 
 def bytes_of_numbers(config: Any) -> dict[str, float]:
-    """{megatron name: bytes per value} of the quantised weights; {} stands for the layer in a name,
-    [] for the expert."""
+    """{megatron name: bytes per value} for each quantised weight; in a name, {} stands for the
+    layer, [] for the expert."""
     size = FORMS[config.weight_format].bytes_of_number
     rows = [row for row, _ in quantised_layers(config)]
     return {row.mca.replace(f"experts.{row.expert}.", "experts.[]."): size for row in rows}
@@ -394,8 +396,9 @@ def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
 
 def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
     """Choose the format of frozen weights, such as nf4, by a run's quantization keys, and set it on
-    the model's config -> text for the report, such as ", base in nf4". Adds Problems to `judge`
-    for a model or layout that cannot be quantised. Not collective."""
+    the model's config -> text for the report, such as ", base in nf4". spec: the run's LoraSpec.
+    Adds Problems to `judge` for a model or layout that cannot be quantised, and for a quantised
+    module in modules_to_save. Not collective."""
     name = choose_by_keys(request.config, request.arguments, judge)
     for row, layer in quantised_layers(request.config):
         for module in modules_of(row, layer):

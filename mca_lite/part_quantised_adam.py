@@ -65,7 +65,8 @@ def from_blocks(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torc
 
 @jit
 def _code_of(x, borders):
-    """The index of the nearest of 256 ascending values, by the 255 midpoints between them."""
+    """The index of the nearest of 256 ascending values. borders: the 255 midpoints between these
+    values."""
     code = tl.zeros(x.shape, tl.int32)
     for i in tl.static_range(8):
         step: tl.constexpr = 1 << (7 - i)
@@ -75,7 +76,7 @@ def _code_of(x, borders):
 
 @jit
 def _values(codes, scales, table, place, block, inside, exists):
-    """The values [blocks, 64] of a moment in 8 bits, float32."""
+    """Dequantise blocks of a moment in 8 bits -> float32 [blocks, 64]."""
     scale = tl.load(scales + block, exists, 0.0)
     return tl.load(table + tl.load(codes + place, inside, 0).to(tl.int32)) * scale[:, None]
 
@@ -214,7 +215,7 @@ class BlockAdamW(AdamW):
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
         """AdamW's update of one parameter: one kernel on a GPU if both moments are in 8 bits,
         otherwise in pieces of CHUNK elements, so that only one piece's 8-bit moments are in float32
-        at a time."""
+        at a time. factor: on the gradient."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:
@@ -241,7 +242,8 @@ class BlockAdamW(AdamW):
         return None
 
     def update_at_once(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter whose moments are both in 8 bits, by launch_adam()."""
+        """AdamW's update of one parameter whose moments are both in 8 bits, by launch_adam().
+        factor: on the gradient."""
         state = self.state[p]
         step = int(state["step"]) + 1
         state["step"] = torch.tensor(float(step))

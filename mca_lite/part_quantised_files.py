@@ -28,7 +28,8 @@ _ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
 
 class Nf4Slice:
     """A weight stored in bitsandbytes' NF4, read like a safetensors slice: indexing gives
-    dequantised float32 values. Whole rows are read from the file, then columns are cut out."""
+    dequantised float32 values. Whole rows are read from the file, then columns are cut out. name:
+    the weight's. slices: {name: safetensors slice} of its file."""
 
     def __init__(self, name: str, slices: dict[str, Any]):
         self._codes = slices[name]

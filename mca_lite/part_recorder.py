@@ -25,8 +25,8 @@ _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 def dump_calls(folder: str | os.PathLike[str], rank: int) -> dict[str, Any]:
-    """Write this rank's flight recorder to the file rank_<rank> in the folder -> its summary
-    (calls_of). OSError if the file cannot be written."""
+    """Write this rank's flight recorder to the file rank_<rank> in the folder -> the summary that
+    calls_of makes of it. OSError if the file cannot be written."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
@@ -46,7 +46,9 @@ def calls_of(
     """Summarise a rank's flight recorder: {"calls": {group: its first unfinished call}, "recent":
     {group: its last collectives}}.
 
-    A group is a name that torch gives. ranks_of: such a name -> global ranks."""
+    record: the recorder's contents, as torch pickles them. Groups have torch's names.
+    ranks_of(name): the global ranks of a group.
+    """
     calls: dict[str, dict[str, Any]] = {}
     recent: dict[str, list[dict[str, Any]]] = {}
     for entry in record["entries"]:
@@ -67,8 +69,8 @@ def calls_of(
 
 
 def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
-    """The facts to compare and show about one entry of the flight recorder. ranks: the global ranks
-    of its group."""
+    """An entry of the flight recorder as a dict of what is compared between ranks and shown in
+    reports. ranks: the global ranks of its group."""
     backend, _, operation = entry["profiling_name"].partition(":")
     pair = _PEERS.search(operation)
     if entry["is_p2p"] and pair:
@@ -96,10 +98,11 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
 
     If recent collectives of the same number differ between ranks of a group, the ranks in the
     minority are late. Otherwise, a rank is late if others wait for it, and it has no unfinished
-    call or one that its GPU has not begun while other GPUs have. If all awaited ranks wait too,
-    the late ranks are those waiting in a call made by the user's code, outside torch, megatron-core
-    and this package; likewise on gloo, which may hide a point-to-point wait, if these are at most
-    half of the ranks. No rank is late if that would be every rank."""
+    call, or a call that its GPU has not begun although other GPUs have begun theirs. If every
+    awaited rank waits too, the late ranks are those waiting in a call made by the user's code,
+    outside torch, megatron-core and this package; likewise on gloo, which may hide a point-to-point
+    wait, if these are at most half of the ranks. No rank is late if that would be every rank.
+    """
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)
     return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]
@@ -171,8 +174,9 @@ def _shown(ranks: list[int]) -> str:
 
 
 def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """True if the rank with the summary `about` is in the same call of the group, begun or not as
-    here, or has already finished it."""
+    """True if the rank with the summary `about` takes part in `call` of the group: it is in the
+    same call, begun or not begun as in `call`, or has finished it. A point-to-point call must have
+    begun on that rank."""
     same = about.get("calls", {}).get(group)
     if call["is_message"]:
         return same is not None and same["is_message"] and same["has_begun"]

@@ -127,11 +127,9 @@ class RewardTrainer(DPOTrainer):
     def _post_compute_loss(
         self, labels: torch.Tensor, batch: dict[str, Any], *more: Any
     ) -> tuple[Any, ...]:
-        """Losses of pairs from the value head's outputs [b, s], the last argument -> (sum of the
-        pairs' losses, number of pairs int32, {metric: (sum, pairs)}). Collective over the
-        context-parallel group, of which only the first rank returns counts and metrics: the
-        others return 0.
-        """
+        """Turn the value head's outputs [b, s], the last of `more`, into (sum of the pairs' losses,
+        number of pairs int32, {metric: (sum, pairs)}). Collective over the context-parallel group,
+        whose ranks other than the first return counts and metrics of 0."""
         chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
         margin = batch.get("pair_margin", 0.0)
         centre = self.train_config.center_rewards_coefficient * (chosen + rejected).square()

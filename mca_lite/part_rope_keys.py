@@ -34,9 +34,9 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
     positions, if that is larger.
 
     given: a mapping like transformers' rope_parameters; or the name of a type, whose factor is then
-    length / the model's positions, rounded up. Fields that are not given stay as they are if the
-    type stays the same; if it changes, only rotary frequencies do (_KEPT). ValueError for a wrong
-    scaling, and for models whose config.json must contain it.
+    length / the model's positions, rounded up. If the type stays the same, fields that `given`
+    lacks keep the model's values; if it changes, only the fields in _KEPT do. ValueError for a
+    wrong scaling, and for models whose config.json must contain it.
     """
     text = text_values(config)
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -91,8 +91,9 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
-    """Check the factors of longrope against the model's sizes, and add the factor of its positions
-    if it has none. ValueError."""
+    """Raise ValueError if longrope's lists of factors are missing, or do not have a number for each
+    of the model's rotary frequencies. If `rope` lacks the factor of positions, it is computed and
+    added, in place. text: the config.json's values for the language model."""
     for name in _LISTS:
         expect(rope.get(name), f"longrope: expected {name}, a number for each frequency")
     head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]

@@ -87,9 +87,8 @@ class Routes:
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Called by a router with its own choice `experts` [tokens, k]. Returns the experts to use:
-        when replaying, the given ones, except for tokens without; when recording, `experts`, after
-        storing them in the table.
-        """
+        when replaying, those in the column "routes", or `experts` for a token without routes; when
+        recording, `experts`, after storing them in the table."""
         if _address(mask) not in self._rows:  # a micro-batch without the column
             return experts
         rows, _ = self._rows[_address(mask)]
@@ -111,8 +110,8 @@ class Routes:
 
 
 def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
-    """Check the column "routes" of a call's documents. Documents without it get one filled with -1
-    (the router chooses), in place. ValueError for routes that do not fit the model.
+    """Check the column "routes" of the documents of a Session call. A document without it gets one
+    filled with -1 (the router chooses), in place. ValueError for routes that do not fit the model.
     """
     config = _config_of(backend)
     for number, document in enumerate(documents):

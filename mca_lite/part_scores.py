@@ -159,9 +159,9 @@ class RowStore:
     A part's file name has its first row, the row after its last, a hash of the identity and of the
     previous part's name, and the CRC-32 of its content. So the parts of one pass form a chain.
 
-    folder: None: rows are not written. identity: {"data", "rows", ...}; keys in _WORDS must equal
-    those on disk, others are only stored. dtype: a row's. Files are written atomically, so two
-    processes may write the same rows.
+    folder: None: rows are not written. identity: facts about data, model and keys; those with a
+    name in _WORDS must equal the ones on disk, others are only stored. dtype: a row's. Files are
+    written atomically, so two processes may write the same rows.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any], dtype: np.dtype):
@@ -176,9 +176,7 @@ class RowStore:
         return self.parts[-1][0] if self.parts else 0
 
     def _before(self) -> str:
-        """A hash of the identity and of the last part's name, which the next part's name
-        contains.
-        """
+        """The hash in the next part's name: of the identity and of the last part's name."""
         return hash_of([self.identity, [path.name for _, path in self.parts[-1:]]])[:8]
 
     @property
@@ -327,9 +325,9 @@ class ScoredTrainer(McaTrainer):
         self.settings |= config.as_keys()
 
     def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Hook: configuration keys that follow from the data sets' columns, to check with the
-        others. given: the constructor's keywords. ValueError for samples that do not fit.
-        """
+        """Hook: configuration keys that follow from the data sets' columns, to check together with
+        the config's keys. given: the constructor's keywords. ValueError for samples that do not
+        fit."""
         return {}
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
@@ -371,7 +369,7 @@ class ScoredTrainer(McaTrainer):
         return store
 
     def _report_rows(self, store: RowStore) -> None:
-        """Print how many of its rows the store has."""
+        """Print how many rows the store has, and how many it needs."""
         done = f"{store.num_rows:,} of {store.identity['rows']:,} {self.row_unit}s"
         self.report.print(f"{self.scorer}: {done} in {store.folder or 'memory'}")
 
@@ -379,7 +377,7 @@ class ScoredTrainer(McaTrainer):
         self, store: RowStore, samples: Any, ends: np.ndarray
     ) -> Iterator[np.ndarray]:
         """Compute the rows that the store lacks, write them part by part, and yield each part.
-        ends: see _score. Collective.
+        ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
 
         CheckpointError if the store has rows already, and the model now scores the first samples
         differently.

@@ -87,6 +87,7 @@ class Tokens:
     is_first: bool, True for the first trained token of each sample.
     columns: the sample columns that the loss reads, 0 where there is no label.
     entropy: of the next-token distribution; None unless the loss sets wants_entropy.
+    sum_samples: what sum_of_sample calls.
     """
 
     logps: torch.Tensor
@@ -99,9 +100,8 @@ class Tokens:
 
     def sum_of_sample(self, values: torch.Tensor) -> torch.Tensor:
         """For each token, the sum of values [b, s] over the trained tokens of its sample, over all
-        context-parallel ranks. Without a gradient, since that of other ranks' tokens would be lost.
-        Collective over the context-parallel group.
-        """
+        context-parallel ranks. The sums have no gradient, because the gradient through other ranks'
+        tokens would be lost. Collective over the context-parallel group."""
         return self.sum_samples(values.detach().masked_fill(~self.is_trained, 0.0))
 
 
@@ -423,9 +423,9 @@ def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
 
 class _Share(NamedTuple):
     """Facts about a rank's part of a call, compared over all ranks. replica: data-parallel rank
-    whose samples these are; 0 if all ranks have the same. call: the other arguments as text.
-    tokens: number of trained tokens. num_batches: number of micro-batches on the rank.
-    """
+    whose samples these are; 0 if all ranks have the same samples. call: the other arguments as
+    text. checksum: of the samples. tokens: number of trained tokens. num_batches: number of
+    micro-batches on the rank."""
 
     replica: int
     call: str
@@ -539,10 +539,9 @@ class Session:
 
     def routes(self, samples: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """The experts that the model's routers choose: for each sample, in order, int16 [n, MoE
-        layers, experts per token], on the CPU of every rank. Collective. Given as the column
-        "routes" of samples, they replace the routers' choice in later calls; here that column is
-        ignored. ValueError if the model has no experts, or is a transformers model.
-        """
+        layers, experts per token], on the CPU of every rank. Collective. In later calls, samples
+        with this result as their column "routes" use these experts; this call ignores that column.
+        ValueError if the model has no experts, or is a transformers model."""
         routes = function_of("part_routes:Routes")(self.backend, is_recording=True)
         samples = [{k: sample[k] for k in sample if k != "routes"} for sample in samples]
         self._run(samples, _Plain(), False, refuses_more=False, routes=routes)
@@ -615,9 +614,9 @@ class Session:
         refuses_more: bool = True,
         routes: Any = None,
     ) -> Output:
-        """Check the samples and run a pass over them. trains: add gradients. refuses_more: see
-        _documents. routes: a part_routes.Routes that records. Collective.
-        """
+        """Check the samples and run a pass over them. loss: an instance of a class in
+        SESSION_LOSSES. trains: add gradients. last, own: see forward_backward. refuses_more: see
+        _documents. routes: a part_routes.Routes that records. Collective."""
         expect(
             not (trains and self._is_closed),
             "forward_backward after last=True: its gradients are reduced already: call optim_step, "
@@ -732,7 +731,8 @@ class Session:
         )
 
     def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[dict[str, Any]]:
-        """The collated micro-batches that this rank computes."""
+        """The collated micro-batches that this rank computes. rows: the documents of each row. own:
+        see _plan."""
         collate = Collator(self.backend.pad_token_id)
         return list(make_loader(rows, collate, self._plan(rows, own), num_epochs=1))
 

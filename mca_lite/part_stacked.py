@@ -44,8 +44,7 @@ _IN_BLOCK = 32
 def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
     """The single experts' tensors in a stacked tensor of gpt_oss, where gate and up alternate:
     [("...experts.0.gate_proj.weight", index), ...]. The index into the stacked tensor gives a
-    matrix as [in, out]. [] if `name` is no stacked tensor. experts: their number.
-    """
+    matrix as [in, out]. [] if `name` is no stacked tensor. experts: number of experts."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return []
@@ -63,7 +62,8 @@ def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Experts' matrices in a file, stacked as [E, out, in]."""
+    """Experts' matrices in a file, stacked as [E, out, in]. slices: the tensor's safetensors slice,
+    which reads only what is indexed."""
 
     slices: Any
 
@@ -78,7 +78,8 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Experts' matrices in a file, stacked and transposed as [E, in, out]."""
+    """Experts' matrices in a file, stacked and transposed as [E, in, out]. slices: the tensor's
+    safetensors slice, which reads only what is indexed."""
 
     slices: Any
 
@@ -150,8 +151,8 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class ExpertSlice:
     """One expert's tensor inside a stacked one, readable like a safetensors slice, without reading
-    the other experts. outputs: its rows in the stacked tensor.
-    """
+    the other experts. stack: _Rows or another class for stacked tensors. outputs: indices of this
+    tensor's rows among the stacked tensor's outputs."""
 
     stack: Any
     expert: int
@@ -214,7 +215,7 @@ def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _is_of_blocks(name: str, slices: dict[str, Any]) -> bool:
-    """True if `name` is that of MXFP4 scales whose blocks are among the slices."""
+    """True if `name` names MXFP4 scales whose blocks are among the slices."""
     return name.endswith("_scales") and name.replace("_scales", "_blocks") in slices
 
 

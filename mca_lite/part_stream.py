@@ -65,8 +65,8 @@ class Position:
 
 
 def _with_next(reader: Reader, start: Place) -> Iterator[tuple[Any, Any]]:
-    """Yield ((record, position after it), the next such pair) for a dataset; the next pair is None
-    after the last record. start: the position of the first one."""
+    """Yield (pair, next pair) for a dataset, where a pair is (record, position after it); the next
+    pair is None after the last record. start: the position of the first record."""
     return itertools.pairwise(itertools.chain(reader.records(start), [None]))
 
 
@@ -74,9 +74,10 @@ class TokenStream:
     """A training set that is tokenised while it is read: the rows of several datasets, mixed and
     repeated endlessly.
 
-    readers: one per dataset. data_args: with the keys of DataArguments and StreamArguments. packs:
-    True to put whole samples, in order, into rows of at most cutoff_len tokens, without attention
-    across documents. Every rank must read the same files.
+    readers: one per dataset. encoder: tokenises records. seed: of the shuffling and mixing.
+    data_args: with the keys of DataArguments and StreamArguments. packs: True to put whole samples,
+    in order, into rows of at most cutoff_len tokens, without attention across documents. Every rank
+    must read the same files.
     """
 
     def __init__(
@@ -285,8 +286,8 @@ def _joined(
     samples: Iterator[Any], length: int, token: int
 ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
     """Yield ([one document], position after it) for rows of `length` inputs, cut from documents
-    joined end to end; neighbouring rows share a token, as in row_spans. token: where to begin in
-    the first document."""
+    joined end to end; the last label of a row is the first input of the next row. token: where to
+    begin in the first document."""
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # (index in tokens, position) of each document
     for position, [(document, _)] in samples:

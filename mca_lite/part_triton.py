@@ -617,7 +617,7 @@ def statistics_in_one_pass(
 ) -> torch.Tensor:
     """(largest logit, sum of exponentials relative to it, label's logit) of each row, float32 [3,
     rows], by a Triton kernel that reads the logits [rows, V / tp] once. places: column of each
-    row's label, -1 if on another rank."""
+    row's label, -1 if on another rank. columns: number of columns that are not padding."""
     rows, width = logits.shape
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
@@ -685,7 +685,7 @@ def join_by_kernel(
 ) -> torch.Tensor:
     """Join two partial attentions over different keys, by a Triton kernel that writes the joined
     output to `out` -> the joined log-sum-exp. Each partial attention is an output [q, b, n, d] and
-    its log-sum-exp. `out` must be contiguous."""
+    its log-sum-exp, float32 [b, n, q, 1]. `out` must be contiguous."""
     q, b, n, d = out.shape
     lse = torch.empty_like(lse1)
     block = triton.next_power_of_2(d)

@@ -136,15 +136,17 @@ def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
 
 
 def sampled(total: int, seconds: float, fps: float, most: int) -> list[int]:
-    """The indices of frames to take from a video of `total` frames, evenly from the first to the
-    last: `fps` per second, at least one and at most `most`. As in LLaMA-Factory."""
+    """The indices of frames to take from a video of `total` frames that lasts `seconds`, evenly
+    from the first to the last: `fps` frames per second, at least one and at most `most`. As in
+    LLaMA-Factory."""
     count = min(total, most, max(1, math.floor(seconds * fps)))
     return [int(number) for number in np.linspace(0, total - 1, count)]
 
 
 def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
     """The Video for a file, with its frames chosen by sampled(). Frames are counted if the header
-    lacks their number; none is decoded. ValueError, naming `where`, if the file cannot be read."""
+    lacks their number; none is decoded. fps, most: frames to take per second, and at most.
+    ValueError, naming `where`, if the file cannot be read."""
     with _opened_video(file.path, where) as (container, stream):
         # some formats do not say how many frames they have, or how long they take
         total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
@@ -158,7 +160,7 @@ def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
 
 
 def _numbers_as_numbers(file: Path) -> list[Any]:
-    """Sort key of a file's name, with the numbers in it as numbers: 9.png is before 10.png."""
+    """Sort key of a file's name that compares numbers in it by value: 9.png is before 10.png."""
     pieces = re.split(r"(\d+)", file.name)
     return [int(piece) if piece.isdecimal() else piece for piece in pieces]
 
@@ -170,11 +172,11 @@ def _numbers_as_numbers(file: Path) -> list[Any]:
 class VideoVision(Vision):
     """Media of a model with images and videos.
 
-    around: the text of a video, "{}" for its placeholder. start_id: the token before the
-    placeholder. writes_times: True if the text has the times of frames before their placeholders;
-    `timed` matches all of these of a video. per_second: positions along time per second; None: one
-    position for each two frames. keys: video_fps, video_maxlen, video_min_pixels and
-    video_max_pixels.
+    around: the text that stands for a video, with "{}" at its placeholder. start_id: the token
+    before the placeholder. writes_times: True if the text gives the times of frames before their
+    placeholders; `timed` then matches a video's times and placeholders. per_second: positions along
+    time per second; None: one position for each two frames. keys: video_fps, video_maxlen,
+    video_min_pixels and video_max_pixels.
     """
 
     around: str

@@ -106,8 +106,8 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
 
 def _run_of(folder: Path) -> Path:
-    """The output_dir of the run that wrote a checkpoint folder, where the run's tokenizer is; any
-    other folder itself."""
+    """The output_dir of the run that wrote a checkpoint folder, where the run's tokenizer is; for
+    any other folder, the folder itself."""
     return folder.parent if folder.name.startswith(f"{CHECKPOINT_PREFIX}-") else folder
 
 

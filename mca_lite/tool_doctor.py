@@ -91,8 +91,8 @@ def _guarded(check: Callable[[], Iterator[Finding]], remedy: str) -> list[Findin
 
 
 def versions() -> Iterator[Finding]:
-    """Compare installed packages with the requirements in setup.cfg; a copy without that file has
-    no comparison."""
+    """Compare installed packages with the requirements in setup.cfg. Without that file, as in a
+    copy of the package, nothing is compared."""
     from packaging.requirements import Requirement
 
     yield Finding("python", sys.version.split()[0])
@@ -114,7 +114,8 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Report cores, GPUs and their free memory. Too few or hidden GPUs are a problem."""
+    """Report cores, GPUs and their free memory. Too few or hidden GPUs are a problem; less than 90
+    % free memory on a GPU is a warning."""
     import psutil
     import torch
 
@@ -195,8 +196,8 @@ def engine() -> Iterator[Finding]:
 
 
 def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
-    """Judge a Transformer Engine version with a megatron-core version; an untested pair is a
-    warning. fits: version specifier of Transformer Engine for this megatron-core."""
+    """Judge a pair of versions, of Transformer Engine and megatron-core; an untested pair is a
+    warning. fits: specifier of the Transformer Engine versions that this megatron-core takes."""
     from packaging.specifiers import SpecifierSet
 
     from .mcore import RUN_WITH_ENGINE
@@ -211,7 +212,8 @@ def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
 
 
 def limits() -> Iterator[Finding]:
-    """Check the size of /dev/shm, and the process's limits of open files and locked memory."""
+    """Check the free space in /dev/shm, and the process's limits of open files and, with
+    InfiniBand, of locked memory."""
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"

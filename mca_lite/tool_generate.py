@@ -140,7 +140,8 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 class _Speaker:
-    """One model in a chat, with its own history of the conversation."""
+    """One model in a chat, with its own history of the conversation. name: "before", "trained", or
+    "" if there is one model. options: the command line's. keys: from keys_of_run."""
 
     def __init__(self, name: str, options: Any, decoding: Any, keys: Any) -> None:
         from .inputs import inputs_of
@@ -273,7 +274,8 @@ def _samples(
     arguments: Any, file: str | None, model: Any, tokenizer: Any, media: Any
 ) -> list[_Sample]:
     """(prompt's token ids, expected answer or None, prompt's pictures) for each sample of `file`;
-    without a file, for each with loss in the evaluation set, with its last answer as expected."""
+    without a file, for each with loss in the evaluation set, with its last answer as expected.
+    media: the model's."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage
@@ -306,8 +308,8 @@ def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
 
 
 def _of_file(file: str, tokenizer: Any, data: Any, media: Any) -> list[_Sample]:
-    """(prompt's token ids, expected answer or None, prompt's pictures) for each record
-    of a file."""
+    """(prompt's token ids, expected answer or None, prompt's pictures) for each record of a file.
+    data: DataArguments. media: the model's."""
     from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
     from .data_records import detect_format, prompt_and_answer

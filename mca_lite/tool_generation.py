@@ -142,7 +142,7 @@ def load_for_generation(
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
     """(name, folder) of the model from which the run or adapter in `folder` was trained. base: its
-    name if the user gave one."""
+    name if the user gave one. keys: from keys_of_run."""
     path = folder / ADAPTER_CONFIG_NAME
     of_adapter = read_json(path) if path.is_file() else {}
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
@@ -210,8 +210,9 @@ def _note(text: str) -> None:
 def prompt_ids(
     tokenizer: Any, messages: list[Message], enable_thinking: bool | None = None
 ) -> list[int]:
-    """The tokens of a conversation up to the assistant's answer; without a chat template, those of
-    the last message's text. enable_thinking: a variable of the template; None: not passed."""
+    """The tokens of a conversation up to the assistant's answer; without a chat template, the
+    tokens of the last message's text. enable_thinking: a variable of the template; None: not
+    passed."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]["content"])
     keys = {}
@@ -225,7 +226,8 @@ def prompt_ids(
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
     """Token ids that end an answer: those in generation_config.json, the tokenizer's, and the chat
-    template's if that is one token; a base model's generation_config.json lacks it."""
+    template's end of a turn, if that is one token (generation_config.json of a base model lacks
+    it)."""
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
@@ -284,9 +286,9 @@ def pictures_before(
 def turns_of(
     dataset: Any, numbers: Iterable[int], model: Any, tokenizer: Any
 ) -> list[tuple[Any, ...]]:
-    """(sample number, prompt tokens, answer text, prompt pictures) for the last answer with loss in
-    each of the samples `numbers`; in a preference pair, for the chosen one. Samples without loss
-    are skipped."""
+    """(sample index, prompt tokens, answer text, prompt pictures) for the last answer with loss in
+    each of the samples with indices `numbers`; in a preference pair, for the chosen answer. Samples
+    without loss are skipped."""
     stop = stop_ids(model, tokenizer)
     turns = []
     for number in numbers:
@@ -300,8 +302,8 @@ def turns_of(
 
 @contextlib.contextmanager
 def _reading_inputs(dataset: Any) -> Iterator[None]:
-    """Context manager in which a dataset's samples have pixels; otherwise only some pipeline stages
-    read them."""
+    """Context manager in which a dataset's samples have pixels on every rank; otherwise only some
+    pipeline stages read pixels."""
     while isinstance(dataset, View):
         dataset = dataset.dataset
     media = [shard.media for shard in getattr(dataset, "shards", ())]
@@ -420,7 +422,7 @@ def stream(
     pictures: dict[str, Any] | None = None,
 ) -> str:
     """Answer one prompt and print each word as soon as it is there -> the text. Ctrl-C ends the
-    answer. pictures: the prompt's, as in continuations()."""
+    answer. pictures: the columns of the prompt's images and videos, as in continuations()."""
     stop = stop_ids(model, tokenizer)
     streamer = _Streamer(tokenizer, stop)
     try:
@@ -456,7 +458,7 @@ class Answers(TrainerCallback):
     """A trainer callback that generates answers in evaluate() and predict(), for the metrics
     exact_match and rouge_l. It does nothing without predict_with_generate.
 
-    lines: what generate() gave for the last dataset.
+    lines: what generate() returned for the last dataset.
     """
 
     metrics = GENERATION_METRICS

@@ -69,8 +69,8 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row: (sample number, tokens) for each sample in it, and how many tokens it has room
-    for."""
+    """A packed row: its index, (sample index, number of tokens) for each sample in it, and how many
+    tokens it has room for."""
 
     number: int
     samples: list[tuple[int, int]]
@@ -81,9 +81,9 @@ class Row(NamedTuple):
 class Part:
     """Facts about one dataset of a run, for training or evaluation.
 
-    bars: (range of lengths, count of documents). problems: name -> numbers of samples (of texts, if
-    rows are cut from joined texts). packing: a sentence. rows: some packed rows; [] if samples are
-    not packed. pictures: counts as text; "" if there are none.
+    bars: (range of lengths, count of documents). problems: {name in PROBLEMS: indices of samples
+    (of texts, if rows are cut from joined texts)}. packing: a sentence. rows: some packed rows; []
+    if samples are not packed. pictures: counts as text; "" if there are none.
     """
 
     name: str
@@ -291,9 +291,9 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def check(arguments: RunArguments) -> None:
-    """Print what a run in a world of WORLD_SIZE ranks begins with: model and data; if it trains,
-    also its steps, each rank's first batches and the tensors of each pipeline stage. Raises the
-    errors that it finds in configuration, model files, data and checkpoints."""
+    """Print what a run in a world of WORLD_SIZE ranks begins with: model and data; if the run
+    trains, also its steps, each rank's first batches and the tensors of each pipeline stage. Raises
+    the errors that it finds in configuration, model files, data and checkpoints."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
@@ -363,8 +363,7 @@ class _Planned:
     """A stand-in for the backend of one data-parallel rank in a dry run: it knows the layout, but
     has no weights and communicates with nobody.
 
-    at_least: the longest micro-batch of the other ranks, for layouts that pad all ranks to one
-    length.
+    at_least: tokens in the longest row of any rank, for layouts that pad all ranks to one length.
     """
 
     counts_tokens = False
@@ -450,7 +449,7 @@ def _first_batches_of(trainer: Any) -> list[tuple[int, int]]:
 
 def _rank_table(plan: Plan, stages: list[Any]) -> Iterator[str]:
     """Yield table lines, one per rank: its coordinates in the parallel layout, its parameter counts
-    and the shapes of its first batches."""
+    and the shapes of its first batches. stages: from _stages."""
     args = plan.arguments.training
     shapes = _first_batches(plan)
     config = plan.model.config
@@ -480,8 +479,8 @@ def _rank_table(plan: Plan, stages: list[Any]) -> Iterator[str]:
 
 
 def _tensor_lists(stages: list[Any]) -> Iterator[str]:
-    """Yield text lines with name, shape and layers of each tensor on a rank of each
-    pipeline stage."""
+    """Yield text lines with name, shape and layers of each tensor on a rank of each pipeline stage.
+    stages: from _stages."""
     for stage, (_, _, tensors) in enumerate(stages):
         yield f"\na rank of stage {stage} holds"
         for (name, shape), layers in tensors.items():

@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A key of the other trainer's file, and what becomes of it. key, value: as in that file. keys:
+    """A key of the other trainer's file, and what becomes of it. key, value: as in the file. keys:
     {key of this package that replaces it: its value}. fate: "taken", "without effect", "refused" or
     "unknown". note: the reason, or the nearest key."""
 
@@ -190,7 +190,8 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 def migrated(form: str, values: dict[str, Any]) -> list[Line]:
     """One Line per key of the file, in order. Lines follow for absent keys whose default in the
-    other trainer differs from this package's. form: name of that trainer."""
+    other trainer differs from this package's. form: name of that trainer. values: {key: raw value}
+    of the file."""
     rows = [Row(*found) for found in ROW.findall(ROWS[form])]
     tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
     tags |= {key for key, value in values.items() if value not in ("false", "0", "0.0")}

@@ -538,7 +538,7 @@ def _ticks(
     low: float, size: float, form: Callable[[Any], str], least: int = 0
 ) -> list[tuple[float, str]]:
     """(percent of an axis that begins at `low`, text) for two to six round numbers at least `least`
-    apart."""
+    apart. size: the axis's length. form(number): returns its text."""
     power = 10.0 ** math.floor(math.log10(size / 5))
     apart = max(least, next(power * i for i in (1, 2, 5, 10) if size / (power * i) <= 5))
     first = math.ceil(low / apart)

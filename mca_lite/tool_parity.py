@@ -45,8 +45,9 @@ Name = tuple[str, str]
 
 class Row(NamedTuple):
     """The comparison of one tensor, such as a layer's output, between layout and plain torch. size:
-    the exact tensor's norm. distance, noise and bound are relative to it (for a gradient near 0, to
-    a share of a usual one): the layout's error, that of rounding alone, and the error allowed."""
+    the exact tensor's norm. distance: the layout's error. noise: the error of rounding alone.
+    bound: the error allowed. These three are relative to size (for a gradient near 0, to a share of
+    a usual gradient)."""
 
     kind: str
     name: str
@@ -145,8 +146,8 @@ def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
 
 
 class _Part:
-    """This rank's share of the outputs for the first row of the first micro-batch, which hooks keep
-    during the step."""
+    """Keeps this rank's share of the layers' outputs during the step, by hooks: for the first row
+    of the first micro-batch."""
 
     def __init__(self, trainer: Any, batch: dict[str, Any]) -> None:
         self.backend = trainer.backend
@@ -351,7 +352,8 @@ def _hf_config(plan: run.Plan) -> Any:
 
 
 def _plain_trainer(plan: run.Plan, trainer: Any, bf16: bool) -> Any:
-    """A plain torch trainer on this rank with the same objective, for a new transformers model."""
+    """A plain torch trainer on this rank with the same objective, for a new transformers model.
+    trainer: the layout's."""
     args = trainer.args
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
@@ -386,7 +388,8 @@ def _plain_step(
     dtype: torch.dtype,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
-    model on this rank. dtype: the precision of its weights."""
+    model on this rank. dtype: the precision of its weights. trainer: the layout's. batches: those
+    of all ranks. places: positions in the row whose logits are compared."""
     bf16 = dtype == torch.bfloat16
     plain = _plain_trainer(plan, trainer, bf16)
     model = plain.model

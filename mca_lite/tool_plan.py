@@ -127,6 +127,7 @@ def step_time(
     are unknown.
 
     memory: RankMemory of the fullest rank. lengths: token counts of the documents in one sample.
+    rates: the GPU's.
     frozen: True if not all weights are trained. reference: extra forward passes per step, in units
     of the model's forward pass. trained: the trained modules if others are frozen.
     """
@@ -176,8 +177,9 @@ def _kernels(
     reference: float,
 ) -> tuple[float, float]:
     """Seconds of GPU kernels in a step if one device ran it all: (in the layers, in the output
-    layer and loss). squares: sum of squared lengths of all documents. lengths: those in one sample.
-    """
+    layer and loss). sizes, work: the model's ModelSizes and ModelWork. tokens: in the step.
+    squares: sum of squared document lengths in the step. lengths: document lengths in one sample.
+    reference: extra forward passes per step."""
     recomputes = _recomputed(config)
     head = sizes.hidden_size * sizes.vocab_size
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
@@ -276,7 +278,8 @@ def _of_step(
     args: Any, config: Any, memory: Any, copies: float, compute: float, link: float
 ) -> float:
     """Seconds of a step that gradient reduction and parameter gathering take beyond the passes that
-    they overlap with. copies: number of ranks that reduce a gradient together."""
+    they overlap with. memory: the fullest rank's RankMemory. copies: number of ranks that reduce a
+    gradient together. compute: seconds of kernels. link: bytes/s that a rank sends."""
     share = (copies - 1) / copies
     reduce = 2 * share * memory.gradients / link
     gather = 0.0
@@ -361,7 +364,7 @@ def _plan(words: list[str], options: Any) -> int:
 
 class _Layout:
     """A planned run in one parallel layout: memory of its fullest rank, and time of a step (None if
-    unknown)."""
+    unknown). arguments: RunArguments. model: its ModelOfRun. options: the command line's."""
 
     def __init__(self, arguments: Any, model: Any, options: Any) -> None:
         self.arguments = arguments
@@ -389,8 +392,8 @@ class _Layout:
             )
 
     def _choose(self) -> None:
-        """Set the number of recomputed layers that recompute_granularity: auto chooses on GPUs of
-        --memory, in config; all layers without that option. The stages of a pipeline get the
+        """Set the number of recomputed layers in config, as recompute_granularity: auto chooses it
+        on GPUs with --memory GiB; all layers without that option. The stages of a pipeline get the
         fullest one's number."""
         from .tables import function_of
         from .tool_plan_memory import stages_of_layers
@@ -573,7 +576,7 @@ _KEYS = (
 def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
     """Yield layouts of options.gpus ranks with the same global batch. Parallel sizes are powers of
     two, but samples shorter than _LONG tokens keep the run's context_parallel_size. Layouts that
-    break a rule are left out.
+    break a rule are left out. words: the command line's. base: the run as it was given.
 
     A layout that does not fit into memory is followed by the same one with micro-batches of one
     sample, and then with recomputation.

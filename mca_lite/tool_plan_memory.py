@@ -228,7 +228,7 @@ def _packed(config) -> dict[str, float]:
 
 
 def _weights(config, held: list[RankTensor]) -> int:
-    """Bytes of a rank's weights and adapters; adapters are float32."""
+    """Bytes of a rank's weights and adapters, its tensors `held`; adapters are float32."""
     packed = _packed(config)
     width = config.params_dtype.itemsize
     sizes = [t.numel * (4 if t.is_adapter else packed.get(t.name, width)) for t in held]
@@ -292,7 +292,7 @@ _NCCL_OF_GROUP = 2**29  # bytes per group and GPU: 518 MiB on an H200 over NVLin
 
 
 def _nccl(config: Any, world_size: int) -> int:
-    """Bytes that NCCL takes on a GPU for the rank's process groups."""
+    """Bytes that NCCL takes on a GPU for the rank's process groups of more than one rank."""
     tp = config.tensor_model_parallel_size
     pp = config.pipeline_model_parallel_size
     ep = config.expert_model_parallel_size
@@ -412,7 +412,7 @@ class ModelOfRun:
         self, args: Any, config: Any, world_size: int, on_gpu: bool
     ) -> tuple[int, RankMemory]:
         """(pipeline stage, memory) of the rank that needs most memory, in the parallel layout of
-        `config`."""
+        `config`. on_gpu: True if kernels are compiled."""
         stages = range(config.pipeline_model_parallel_size)
         tensors = self.tensors(config)
         length = sum(self.lengths)
@@ -443,9 +443,9 @@ class ModelOfRun:
         return replace(memory, reference=memory.reference + size)
 
     def forward_passes(self, args: Any, config: Any) -> tuple[float, float]:
-        """Forward passes beside those of training, for example of a reference model: (in each step,
-        over the whole data before the first step), each as a multiple of the trained model's
-        forward pass."""
+        """Forward passes in addition to the training passes, for example of a reference model: (in
+        each step, over the whole data before the first step), each as a multiple of the trained
+        model's forward pass."""
         from .log import model_sizes
 
         of_model, of_second = self.passes

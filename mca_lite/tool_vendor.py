@@ -94,7 +94,7 @@ def choose(parts: list[str], tools: list[str], without: Sequence[str] = ()) -> C
 
     without: parts to leave out, with the parts that need them; if `parts` is empty or "all", every
     other part is chosen. Raises UserError for an unknown name, for a part in `parts` that needs one
-    in `without`, or if files are missing in this copy of the package too.
+    in `without`, or for a part or tool whose files this copy of the package lacks.
     """
     left = _named("--without", [*without], PARTS)
     rest = [part for part in PARTS if {*with_needs(part)}.isdisjoint(left)]
