@@ -34,8 +34,8 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if cuDNN's attention takes these tensors [b, heads, s, d]: half precision on CUDA, with
-    equal head sizes of q and v that it supports. False with deterministic algorithms."""
+    """True if cuDNN's attention supports these tensors [b, heads, s, d]: half precision on CUDA,
+    with equal head sizes of q and v. False with deterministic algorithms."""
     from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
@@ -92,8 +92,8 @@ def causal_by_cudnn(
 
 @functools.cache
 def has_frontend(device: torch.device) -> bool:
-    """True if nvidia-cudnn-frontend is installed and the GPU is a Hopper, the only kind where it
-    was measured. Cached per device."""
+    """True if nvidia-cudnn-frontend is installed and the GPU is a Hopper, the only type on which
+    the frontend was measured. Cached per device."""
     is_installed = importlib.util.find_spec("cudnn") is not None
     return is_installed and torch.cuda.get_device_capability(device)[0] == 9
 
@@ -166,8 +166,8 @@ ROWS_FORESEEN = 64
 
 def foresee(rows: Iterator[dict[str, Any]]) -> None:
     """Note the sizes of this rank's first packed rows: when attention first runs, a thread begins
-    to build the cuDNN graphs for all of them. rows: micro-batches with cu_seqlens; they are read
-    only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
+    to build the cuDNN graphs for all these sizes. rows: micro-batches with cu_seqlens; they are
+    read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
     foreseen_sizes.clear()
     planned_kinds.clear()
     device = parallel.device()

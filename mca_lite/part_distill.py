@@ -460,9 +460,8 @@ class DistillTrainer(ScoredTrainer):
         return rows if places is None else rows[..., places]
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """The teacher's stored rows (tokens and log-probabilities) with these indices, from all
-        data sets' files.
-        """
+        """The teacher's stored rows (tokens and log-probabilities) with the indices `numbers` [m],
+        from all data sets' files."""
         of_part = np.searchsorted(self._firsts, numbers, side="right") - 1
         rows = np.empty(len(numbers), self.row_type)
         for part in np.unique(of_part):

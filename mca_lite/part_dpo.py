@@ -136,9 +136,8 @@ class DPOConfig(ReferenceConfig):
 
 def _choose_reference(config: DPOConfig, model: Any, ref_model: Any) -> str | None:
     """Decide where the reference comes from: "cached", "adapter" or "model", see ReferenceConfig;
-    None if the losses need no reference. ConfigError if the configured one is not possible, or if a
-    ref_model is missing or has no use.
-    """
+    None if the losses need no reference. ConfigError if the configured reference is not possible,
+    or if ref_model is missing or would not be used."""
     finetuning = finetuning_of(model)
     kind = None
     if config.use_ref_model:

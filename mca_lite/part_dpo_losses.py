@@ -44,8 +44,8 @@ class Responses(NamedTuple):
     of_batch: Any = None
 
     def with_numbers(self, of_batch: Any) -> "Responses":
-        """A copy with the numbers that a loss takes from the whole global batch, such as a mean of
-        rewards: what PreferenceLoss.of_batch returned."""
+        """A copy with `of_batch` set: the numbers that a loss takes from the whole global batch,
+        such as a mean of rewards, as PreferenceLoss.of_batch returned them."""
         return self._replace(of_batch=of_batch)
 
     @property

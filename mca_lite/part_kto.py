@@ -38,9 +38,9 @@ from .trainer_evaluation import PredictionOutput, sum_documents
 class KTOConfig(ReferenceConfig):
     """Settings of KTO. ConfigError for values that do not fit together.
 
-    beta: strength of the reference. desirable_weight, undesirable_weight: loss weights of answers
-    with label 1 and 0. cutoff_len: maximum tokens of a mismatched document (a prompt with another
-    prompt's answer); None: no limit. Other fields are ReferenceConfig's.
+    beta: factor on the log-ratio to the reference. desirable_weight, undesirable_weight: loss
+    weights of answers with label 1 and 0. cutoff_len: maximum tokens of a mismatched document (a
+    prompt with another prompt's answer); None: no limit. Other fields are ReferenceConfig's.
     """
 
     beta: float = 0.1

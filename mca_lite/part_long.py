@@ -240,8 +240,8 @@ class Unit:
             self.is_again = True
 
     def hold(self, tensor: torch.Tensor) -> Any:
-        """Offload a tensor to host memory -> the Offloaded. The tensor itself is returned if
-        offloading is off, it cannot be offloaded, or host memory is full."""
+        """Offload a tensor to host memory -> the Offloaded. Returns the tensor itself if offloading
+        is off, if the tensor cannot be offloaded, or if host memory is full."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
@@ -256,8 +256,8 @@ class Unit:
         return self.open
 
     def back(self, held: Any) -> torch.Tensor:
-        """The tensor that was given to hold(), from what hold() returned. The first call also
-        starts to copy back this unit's other tensors and the tensors of the unit before."""
+        """The tensor that was given to hold(). held: what hold() returned for it. The first call
+        also starts to copy back this unit's other tensors and the tensors of the unit before."""
         before, self.before = self.before, None
         for away in (*self.away, *(before.away if before is not None else ())):
             away.fetch()
@@ -435,7 +435,8 @@ def _added(
 
 
 def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Apply Tiles to `tensors`, with gradients for the module's trained parameters."""
+    """Apply Tiles to `tensors`, with gradients for the module's trained parameters. run, rows: see
+    Tiles."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Tiles.apply(run, max(rows, 1), len(tensors), *tensors, *trained)
 

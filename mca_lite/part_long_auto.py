@@ -26,8 +26,8 @@ next_choice = ""  # what to set if memory is short all the same: for the words o
 
 
 def least(count: int, need: Callable[[int], float], room: float) -> int:
-    """The smallest number of recomputed layers, 0 to `count`, whose need(number) in bytes is at
-    most `room`; if none is, the number that needs least."""
+    """The smallest number of recomputed layers, 0 to `count`, whose need(number), bytes of memory,
+    is at most `room`; if there is none, the number that needs least memory."""
     fitting = [number for number in range(count + 1) if need(number) <= room]
     return min(fitting) if fitting else min(range(count + 1), key=need)
 

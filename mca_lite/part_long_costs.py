@@ -16,8 +16,8 @@ from .tables import LAYER_TYPES, function_of
 
 
 class Kept(NamedTuple):
-    """Bytes per token that recomputed layers keep: on the device for the backward pass, on the
-    device while a unit is recomputed, and in host memory."""
+    """Bytes per token of recomputed layers. device: kept on the device for the backward pass.
+    again: on the device while a unit of layers is recomputed. host: in host memory."""
 
     device: float
     again: float
@@ -102,10 +102,10 @@ class RankSizes:
 class _Facts(NamedTuple):
     """Sizes of the tensors that autograd saves per token, with or without compiled kernels.
 
-    norm, head_norm: bytes per channel of a norm, and of a norm of queries or keys. mlp, expert:
-    values per MLP column, and with an expert's router weight. scores: bytes per head, and attended:
-    bytes per value of queries, keys and values, for attention whose values are narrower than its
-    keys.
+    norm: bytes per channel of a norm; head_norm: of a norm of queries or keys. mlp: values per MLP
+    column; expert: the same for an expert, whose columns are also multiplied by a router weight.
+    scores: bytes per head; attended: bytes per value of queries, keys and values; both for
+    attention whose values are narrower than its keys.
     """
 
     norm: int

@@ -60,9 +60,8 @@ class Lora(Finetuning):
         merges: bool = False,
         base: str = "",
     ):
-        """base: text about the frozen weights' format, such as 4-bit, for the start summary; "" for
-        none.
-        """
+        """spec, source, merges: see the class. base: text about the frozen weights' format, such as
+        4-bit, for the start summary; "" for none."""
         self.trained = None
         self.spec = spec
         self.source = source

@@ -142,9 +142,8 @@ class Piece(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True on one rank only, among those that can gather this whole matrix: that rank exports
-        it.
-        """
+        """True on exactly one of the ranks that can gather this whole matrix: the rank that exports
+        it."""
         if self.group is None:
             return parallel.is_main()
         return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0

@@ -109,9 +109,10 @@ class PredictionLayer(MegatronModule):
     def forward(
         self, embedded: torch.Tensor, hidden_states: torch.Tensor, **shared: Any
     ) -> torch.Tensor:
-        """Hidden states for the token one further ahead. embedded: embeddings of the tokens ahead;
-        hidden_states: output of the layer before. Both are [s, b, h], or [s / tp, b, h] under
-        sequence parallelism, as is the result. shared: keywords of Layer.forward."""
+        """Hidden states that predict one token further ahead than `hidden_states`. embedded:
+        embeddings of the tokens ahead; hidden_states: output of the layer before. Both are [s, b,
+        h], or [s / tp, b, h] under sequence parallelism, as is the result. shared: keywords of
+        Layer.forward."""
 
         def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
             both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)

@@ -14,8 +14,9 @@ from .files import text_values
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hugging Face names of multi-token prediction layers: the prefix of the decoder layer in each,
-    and the modules next to it. {} stands for the layer index."""
+    """Hugging Face names of multi-token prediction layers. layer: prefix of the decoder layer
+    inside a prediction layer. The other fields: modules next to it. {} stands for the layer index.
+    """
 
     layer: str
     enorm: str
@@ -98,7 +99,8 @@ def check(m: Keys, a: Keys, judge: Judge) -> None:
 
 def with_count(config: Any) -> dict[str, Any]:
     """A copy of config.hf_config whose number of multi-token prediction layers is at least
-    config.mtp_num_layers: a model drawn from a seed may have more than its config.json says."""
+    config.mtp_num_layers, because a model drawn from a seed may have more of them than its
+    config.json says."""
     hf_config: dict[str, Any] = copy.deepcopy(config.hf_config)
     text = text_values(hf_config)
     family = FAMILIES.get(config.hf_model_type)

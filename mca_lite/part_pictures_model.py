@@ -48,8 +48,8 @@ def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]
     width.
 
     sections: number of frequencies per axis. in_turns True: axes alternate (time, height, width,
-    time, ...) until an axis has its number; the rest are time. in_turns False: one section after
-    another; ValueError if the sections do not sum to `count`.
+    time, ...) until an axis has its number of frequencies; the rest are time. in_turns False: one
+    section after another; ValueError if the sections do not sum to `count`.
     """
     if in_turns:
         return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
@@ -217,8 +217,8 @@ class Tower(torch.nn.Module):
         return module
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
-        """Module._apply, which .to() and .half() use, except that buffers (position frequencies)
-        move but keep their dtype, float32, as in transformers."""
+        """Do what Module._apply does (for .to(), .half() and others), but let buffers (position
+        frequencies) keep their dtype, float32, as in transformers."""
         before = {name: buffer for name, buffer in self.named_buffers()}
         super()._apply(fn, recurse)
         for name, buffer in before.items():

@@ -79,10 +79,9 @@ class RolloutEncoder(Encoder):
         return kept, tally
 
     def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any], tuple[Any, ...]]:
-        """Read a record: (token ids, with those not to train stored as ~id; {column: values};
+        """Read a record: (token ids, with ~id for a token that is not trained; {column: values};
         images or other inputs beside text). ValueError, naming the record `where`, if it is
-        unusable.
-        """
+        unusable."""
         record = _with_usual_names(record, where)
         ids, start = self._ids(record, where)
         mask = _of_tokens(record, "mask", len(ids), start, where)

@@ -125,9 +125,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: dict[str, Any], losses: Any
     ) -> tuple[Any, ...]:
-        """Turn token losses [b, s] into (sum of the loss's terms, its count, {metric: (sum,
-        count)}).
-        """
+        """Turn token losses [b, s] into (sum of the loss's terms divided by its `times`, count
+        int32, {metric: (sum, count)}). count: trained tokens, or samples with one, as the loss
+        counts; 0 for a loss that counts "one"."""
         total, count, metrics = super()._post_compute_loss(labels, batch, losses)
         del metrics["logps"]
         return total / self.loss.times, count, metrics

@@ -23,7 +23,8 @@ class QuantisedArguments(ArgumentGroup):
     )
 
     def resolve(self, judge: Judge) -> None:
-        """With quantization_bit, set transformer_impl auto to local."""
+        """If quantization_bit is set, change transformer_impl from auto to local, whose linears can
+        hold quantised weights."""
         super().resolve(judge)
         training = getattr(judge.arguments, "training", None)
         if self.quantization_bit and training and training.transformer_impl == "auto":

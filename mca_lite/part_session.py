@@ -261,10 +261,10 @@ class SampleLoss:
         self, labels: Any, batch: dict[str, Any], losses: torch.Tensor
     ) -> tuple[Any, ...]:
         """Token losses [b, s] -> (sum of the loss's terms, count int32, {metric: (sum, count)}).
-        With entropy or multi-token prediction, losses are [b, s, k], the first of them cross
+        count: trained tokens, or samples with one, as the loss counts; 0 for a loss that counts
+        "one". With entropy or multi-token prediction, losses are [b, s, k], the first of them cross
         entropy. The metric "logps" is (numbers of this rank's trained tokens, their
-        log-probabilities).
-        """
+        log-probabilities)."""
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
         entropy = None

@@ -615,9 +615,10 @@ def _gradients_kernel(
 def statistics_in_one_pass(
     logits: torch.Tensor, places: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """(largest logit, sum of exponentials relative to it, label's logit) of each row, float32 [3,
-    rows], by a Triton kernel that reads the logits [rows, V / tp] once. places: column of each
-    row's label, -1 if on another rank. columns: number of columns that are not padding."""
+    """(largest logit, sum of exponentials relative to it, label's logit, 0 if the label is on
+    another rank) of each row, float32 [3, rows], by a Triton kernel that reads the logits [rows, V
+    / tp] once. places: column of each row's label, -1 on another rank. columns: number of columns
+    that are not padding."""
     rows, width = logits.shape
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)

@@ -178,8 +178,8 @@ def compiler() -> Iterator[Finding]:
 
 
 def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:
-    """The reason why an installed Python module does not work, from why_not(); None if it works.
-    ABSENT if it is not installed."""
+    """The reason why an installed Python module does not work, as why_not() returns it; None if the
+    module works. ABSENT if it is not installed."""
     from .kernels import ABSENT
 
     return why_not() if importlib.util.find_spec(module) is not None else ABSENT
@@ -237,8 +237,8 @@ def limits() -> Iterator[Finding]:
 
 
 class Link(NamedTuple):
-    """A measured all-reduce. ranks: their number. is_right: True if this rank's sums were right in
-    every repetition. gb_per_s: GB/s that each rank sends."""
+    """A measured all-reduce. ranks: number of ranks. is_right: True if this rank's sums were right
+    in every repetition. gb_per_s: GB/s that each rank sends."""
 
     backend: str
     ranks: int

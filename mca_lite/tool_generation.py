@@ -61,9 +61,9 @@ _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9f
 
 
 class Decoding(NamedTuple):
-    """Settings for an answer: its number of tokens at most, and how each is chosen. None: as in the
-    model's generation_config.json, or MAX_NEW_TOKENS if that has no max_new_tokens. temperature 0:
-    the most likely token (greedy), whatever top_p is."""
+    """Settings for an answer: the most tokens that it may have, and how each token is chosen. None:
+    as in the model's generation_config.json, or MAX_NEW_TOKENS if that has no max_new_tokens.
+    temperature 0: the most likely token (greedy), whatever top_p is."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None

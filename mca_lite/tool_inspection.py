@@ -59,9 +59,9 @@ class Side(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample of a dataset to show. sides: its text as one piece; for a preference pair the common
-    beginning, then the rest of the chosen and of the rejected answer. problems: names in PROBLEMS.
-    """
+    """A sample of a dataset to show. number: its index. sides: its text as one piece; for a
+    preference pair the common beginning, then the rest of the chosen and of the rejected answer.
+    problems: names in PROBLEMS."""
 
     number: int
     sides: list[Side]
@@ -164,8 +164,8 @@ class DataInspector:
         return np.concatenate([np.diff(of_shard, prepend=0) for of_shard in ends])
 
     def _scan(self, dataset: TokenDataset, part: Part, trained_on: set[int]) -> set[int]:
-        """Find problems in each sample and fill part.problems and part.pictures -> hashes of the
-        samples. trained_on: hashes of the training data's samples."""
+        """Find problems in each sample of a dataset, and set part.problems and part.pictures, in
+        place -> hashes of the samples. trained_on: hashes of the training data's samples."""
         part.problems = {name: [] for name in PROBLEMS}
         hashes: set[int] = set()
         num_tokens: collections.Counter[str] = collections.Counter()

@@ -178,8 +178,8 @@ class RunFolder:
         return 0.0 if since is None else time.time() - since
 
     def eta_s(self) -> float | None:
-        """Estimated seconds until the run ends, at its mean speed since the start; None
-        if unknown."""
+        """Estimated seconds until the run ends, at its mean speed since its start or last
+        resumption; None if unknown."""
         left = self.summary.get("max_steps", 0) - self.step
         done = self.step - self.summary.get("first_step", 0)
         if self.seconds is None or left <= 0 or done <= 0:

@@ -40,12 +40,12 @@ _OF_VOCABULARY = 9
 class Rates(NamedTuple):
     """Speeds of one GPU type, from which the time of a step is predicted.
 
-    products: FLOP/s of GEMMs; experts: the rate of the experts' GEMMs relative to it. attention:
-    FLOP/s in long documents; half: document length at which it is half as fast. passes: bytes/s of
-    elementwise kernels. gaps: time of a step / time of its kernels. update: parameters/s of the
-    optimizer. link, network: bytes/s that a rank sends within a node and between nodes. layer_s,
-    split_layer_s: seconds of the host per layer and micro-batch, without and with sequence or
-    context parallelism.
+    products: FLOP/s of GEMMs; experts: the rate of the experts' GEMMs relative to `products`.
+    attention: FLOP/s in long documents; half: document length at which attention is half as fast.
+    passes: bytes/s of elementwise kernels. gaps: time of a step / time of its kernels. update:
+    parameters/s of the optimizer. link, network: bytes/s that a rank sends within a node and
+    between nodes. layer_s, split_layer_s: seconds of the host per layer and micro-batch, without
+    and with sequence or context parallelism.
     """
 
     products: float  # FLOP/s of GEMMs
