@@ -185,7 +185,7 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """What the distillation kernels need to know about a chunk of tokens, beside its logits."""
+    """Values of a chunk of tokens, beside its logits, that the distillation kernels read."""
 
     head: Head  # the student's
     common: int  # number of this rank's columns whose token ids both models have

@@ -217,8 +217,8 @@ class Tower(torch.nn.Module):
         return module
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
-        """Do what Module._apply does (for .to(), .half() and others), but let buffers (position
-        frequencies) keep their dtype, float32, as in transformers."""
+        """Apply fn to the weights and buffers like Module._apply (for .to(), .half() and others),
+        except that buffers (position frequencies) keep their dtype, float32, as in transformers."""
         before = {name: buffer for name, buffer in self.named_buffers()}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
