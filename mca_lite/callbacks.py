@@ -355,8 +355,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(SystemExit):
-    """Raised to end a run because of `signal`. Training has saved a checkpoint of `step` before; a
-    pass before training has none to save. The exit code is EXIT_CODE."""
+    """Raised to end a run because of `signal`, after `step` steps; the exit code is EXIT_CODE.
+    During training a checkpoint has been saved before; in a pass over the data before training
+    there is none to save."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(EXIT_CODE)

@@ -228,9 +228,9 @@ class Encoder:
     A document with more than cutoff_len inputs is cut at its end. A pair is first cut at the start
     of its prompt, by the same tokens on both sides. cutoff_rule: proportion cuts by kept_of_turn
     instead. Texts to be joined (joins) are not cut; no image is cut in two. renderer: for
-    conversations; None for texts. data_args: DataArguments. media: the model's. options: all facts
-    but records and tokenizer that determine the result. Raises ValueError if the tokenizer cannot
-    end a text.
+    conversations; None for texts. data_args: DataArguments. media: the model's Media. options: all
+    that determines the result except records and tokenizer. Raises ValueError if the tokenizer
+    cannot end a text.
     """
 
     def __init__(

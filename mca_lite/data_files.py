@@ -117,7 +117,8 @@ def _files_of(path: Path) -> dict[str, str]:
 
 
 def _readable(paths: Iterable[Path]) -> dict[str, str]:
-    """{file: kind} for those paths that have a reader, sorted. dataset_info.json is left out."""
+    """{file: kind} for those paths that have a reader, sorted. Leaves out dataset_info.json and
+    dataset_infos.json."""
     kinds = {str(path): kind_of(path) for path in sorted(paths)}
     return {
         file: kind

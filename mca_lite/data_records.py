@@ -602,9 +602,9 @@ _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 
 
 def _take_weights(messages: list[Message], where: str) -> dict[int, bool]:
-    """Remove the key "weight" from messages, in place -> {message index: True if the message is
-    trained}, for messages that had a weight. Raises ValueError for weights other than 0 and 1, or
-    two that differ in a message."""
+    """Remove the keys that weight a message, such as "weight" or "train", from messages, in place
+    -> {message index: True if the message is trained}, for messages that had one. Raises ValueError
+    for values other than 0 and 1 (or false and true), or if two in a message differ."""
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}

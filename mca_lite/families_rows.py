@@ -16,26 +16,25 @@ class Row:
     from.
 
     mca: megatron's name, with {} for the layer and [] for the expert. hf: Hugging Face's names.
-    kind: how they correspond: "copy" (on every tensor-parallel rank), "column" or "row" (split),
-    "gated" (gate and up), "qkv" and the like; "module": all tensors with a prefix.
-    layers: the layers that have it: "all", "moe", "dense", "linear" or "attention" (linear
-    attention, or not), "window" or "full" (sliding window, or not).
+    kind: how they correspond: "copy" (whole on every tensor-parallel rank), "column" or "row"
+    (split along axis 0 or 1), "gated" (gate and up), "qkv" and the like; "module": all tensors of
+    an input module, with * for their names.
+    layers: the layers that have the tensor: "all", "moe" (with experts), "dense", "linear" or
+    "attention" (with linear attention, or without), "window" or "full" (with a sliding window, or
+    without).
     when: True, or the config field that must be set (after "not ": unset) for the tensor to exist.
-    expert: the expert's index. fused: one HF tensor has all parts. linear: a "copy" row is a
-    matrix.
+    expert: the expert's index in its layer. fused: True if one HF tensor contains several, such as
+    q, k and v. linear: True for the matrix of a linear, if the kind is "copy".
     """
 
     mca: str
     hf: tuple[str, ...]
     kind: str
-    # which layers have it: "all", "dense" or "moe" (with experts), "linear" or "attention" (with
-    # linear attention, or without), "window" or "full" (with a sliding window, or without)
     layers: str = "all"
-    # True, or the config field that must be set (after "not ": unset) for the tensor to exist
     when: str | bool = True
-    expert: int | None = None  # index of the expert in the layer
-    fused: bool = False  # all parts are in one HF tensor
-    linear: bool = False  # with kind "copy": a matrix that every rank has whole
+    expert: int | None = None
+    fused: bool = False
+    linear: bool = False
 
     @property
     def axis(self) -> int | None:
@@ -163,9 +162,9 @@ def moe_rows(
     router: str = "gate",
     bias_of: str = "gate.",
 ) -> Iterator[Row]:
-    """Yield the rows of a layer's router and routed experts, with one tensor per expert and
-    projection as in Hugging Face's files. bias_of: the prefix of the router's bias. The other
-    arguments are Hugging Face's names of modules."""
+    """Yield the rows of a layer's router and routed experts. In Hugging Face's files each expert
+    has separate tensors for gate, up and down. bias_of: the prefix of the router's bias. The other
+    arguments are Hugging Face's names of modules; hf is their common prefix."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
@@ -208,6 +207,9 @@ _NORMS = "input_layernorm self_attn_bda.norm pre_mlp_layernorm mlp_bda.norm"
 def decoder_rows(
     of_attention: Iterable[Row], of_mlp: Iterable[Row], norms: str = PRE_NORMS
 ) -> tuple[Row, ...]:
+    """The rows of a decoder: embedding, a layer's norms, attention and MLP, final norm, and output
+    layer or value head. of_attention, of_mlp: rows of a layer. norms: Hugging Face's names of a
+    layer's norms, four words such as PRE_NORMS."""
     names = zip(_NORMS.split(), norms.split(), strict=True)
     of_layer = [_row(mca, hf, "copy") for mca, hf in names]
     rows = (
@@ -230,6 +232,8 @@ PREDICTION_KEY = "num_nextn_predict_layers"
 
 
 def dense_rows(norms: str = PRE_NORMS, **of_attention: Any) -> tuple[Row, ...]:
+    """The rows of a decoder without experts, with a gated MLP. norms: see decoder_rows().
+    of_attention: arguments of attention()."""
     return decoder_rows(attention(**of_attention), mlp_rows(), norms)
 
 
@@ -317,8 +321,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 
 def rope_parameters(hf: Any) -> list[dict[str, Any]]:
     """The rotary embedding's parameters in a transformers config `hf`, as new dicts with defaults
-    filled in: [parameters]; or if the config distinguishes layers, [those of sliding-window layers,
-    those of full-attention layers]."""
+    filled in. A list of one dict; or of two, if the config distinguishes layers: for sliding-window
+    layers, then for full-attention layers."""
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:
@@ -358,44 +362,40 @@ def field_of(hf: Any, key: str, default: Any = None) -> Any:
 class Family:
     """A model_type: how its weights and config.json map to megatron's model, and what is refused.
 
-    rows: its tensors. config: config.json key -> McaModelConfig field, added to DENSE_CONFIG.
-    constants: McaModelConfig fields with one value for the family. derived: function of the
-    transformers config for the other fields.
-    refusals: config.json keys, separated by spaces, whose unsupported values raise an error.
-    prediction: the key with the number of multi-token prediction layers, if the family has any.
+    rows: its tensors.
+    config: config.json key -> McaModelConfig field, in addition to DENSE_CONFIG.
+    constants: McaModelConfig fields with one value for the family; they add to or override
+    _CONSTANTS. derived: function of the transformers config for the other fields.
+    refusals: config.json keys, separated by spaces, whose unsupported values raise an error: keys
+    of REFUSALS, or key=value or key=one|another with the only supported values.
+    prediction: the config.json key with the number of multi-token prediction layers, if the family
+    has any.
+    has_windows: True if layers may have a sliding window. partial_rotary: True if transformers'
+    model reads partial_rotary_factor. sizes_differ: True if layers with a sliding window have other
+    head sizes.
     vision_parts: {part of the model, such as a vision tower: its Hugging Face modules}. inputs: the
     row in INPUTS for a model that reads other inputs than text, or "".
-    unused: patterns of checkpoint tensors that at most multi-token prediction layers read.
+    unused: patterns of checkpoint tensors that are not used unless multi-token prediction layers
+    are trained, in addition to UNUSED_TENSORS.
     prefixes, stacked_experts, renamed: how names and experts in files differ from transformers'
     modules.
     """
 
     rows: tuple[Row, ...]
-    # HF config key -> McaModelConfig field, in addition to DENSE_CONFIG
     config: dict[str, str] = field(default_factory=dict)
-    # McaModelConfig fields that are the same for the whole family; they add to or override
-    # _CONSTANTS
     constants: dict[str, Any] = field(default_factory=dict)
-    # keys of REFUSALS; key=value or key=one|another lists the only supported values
     refusals: str = "hidden_act"
     has_windows: bool = False  # in the sliding layers of layer_types; in all layers if it is absent
-    # computes fields that depend on several keys
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
-    # the config.json key with the number of multi-token prediction layers, if the family has any
     prediction: str = ""
-    # True if transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
-    # part other than the language model -> Hugging Face modules with its weights
     vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # a row of INPUTS, for a model that reads inputs other than text; config keys are then in
-    # text_config
+    # with inputs, config keys are in text_config
     inputs: str = ""
-    # Patterns of checkpoint tensors that are not used as long as no multi-token prediction layer is
-    # trained, in addition to UNUSED_TENSORS.
     unused: tuple[str, ...] = ()
     # prefixes of transformers' modules -> those under which it saves the tensors, if they differ
     prefixes: dict[str, str] = field(default_factory=dict)
-    # True if heads in layers with a window have other sizes (transformers' per_layer_config)
+    # the sizes come from transformers' per_layer_config
     sizes_differ: bool = False
     # how files without a source of their own have a layer's experts in one tensor: "rows", or
     # "in_turns" (always, in bf16 or MXFP4); part_stacked.py has these formats

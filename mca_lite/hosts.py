@@ -109,9 +109,9 @@ class MegatronHost:
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill this rank's shards of the weights with these Weight.keys, in place. source(name,
-        shape): returns a tensor by Hugging Face name. Raises ValueError for another shape. All
-        ranks must call it."""
+        """Fill this rank's shards of the weights with these Weight.keys, in place. source: a
+        TensorSource, which gives shapes and tensors by Hugging Face name. Raises ValueError for
+        another shape. All ranks must call it."""
         fill(self.models, source, keys)
 
 

@@ -392,8 +392,9 @@ class AdamW(torch.optim.Optimizer):
         return self.dtypes
 
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state. Missing moments are created as zeros, and moments of another dtype
-        are converted."""
+        """A parameter's state: the step, the moments, and for a bf16 weight the lower 16 bits of
+        its float32 master. Missing entries are created as zeros, and moments of another dtype are
+        converted."""
         state = self.state[p]
         state.setdefault("step", torch.tensor(0.0))
         for name, dtype in self.dtypes_of(p).items():

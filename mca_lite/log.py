@@ -170,9 +170,10 @@ class ModelSizes(NamedTuple):
 @dataclass(frozen=True)
 class ModelWork:
     """The model's sizes on which a step's FLOPs depend; the formulas are at the top of this file.
-    frozen, trained: weights that a token is multiplied with. core, linear: as in ModelSizes. below,
-    core_below, linear_below: the same in layers without a backward pass. reference: sizes for
-    forward passes without a backward pass. inputs: FLOPs of a vision tower."""
+    frozen, trained: numbers of weights that a token is multiplied with. core, linear: sizes of
+    softmax and of linear attention, counted as ModelSizes says. below, core_below, linear_below:
+    weights, core and linear of layers without a backward pass, which the other fields leave out.
+    reference: sizes for forward passes without a backward pass. inputs: FLOPs of a vision tower."""
 
     frozen: float = 0.0
     trained: float = 0.0
@@ -571,7 +572,7 @@ class Report(TrainerCallback):
 
 def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
     """The sections of the start summary, {section: {name: value}}: model, layout, steps, automatic
-    choices, and the sections that the trainer was given."""
+    choices, and the sections that the trainer was given. plan: the trainer's BatchPlan."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)

@@ -53,17 +53,17 @@ class Head(NamedTuple):
     group: the ranks over which the vocabulary is sharded; None: one rank. vocab_size: number of
     token ids. first: the token id of this rank's first column. columns: how many of this rank's
     columns are token ids; the columns after them are padding. chunk_size: rows of logits in memory
-    at a time. softcap: c in c tanh(logit / c); None: no cap. shape: the labels'. sequence_first:
-    True if labels are [s, b], not [b, s].
+    at a time. softcap: c in c tanh(logit / c); None: no cap. shape: the labels' shape, [b, s]
+    or [s, b]. sequence_first: True if it is [s, b].
     """
 
-    group: Any  # a ProcessGroup; None: one rank
+    group: Any  # a ProcessGroup or None
     vocab_size: int
-    first: int  # token id of this rank's first column
-    columns: int  # how many of this rank's columns are token ids; later ones are padding
+    first: int
+    columns: int
     chunk_size: int
     softcap: float | None
-    shape: tuple[int, ...] = ()  # shape of the labels: [b, s] or [s, b]
+    shape: tuple[int, ...] = ()
     sequence_first: bool = False
 
     def place(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -403,7 +403,8 @@ def _converted(
 
 class _TokenLosses(torch.autograd.Function):
     """Autograd function: cross entropy of each token. Logits exist for one chunk of tokens at a
-    time. ahead: True to compute gradients in the forward pass, from the chunk's logits."""
+    time. kept: indices of the labels that are not IGNORE_INDEX. ahead: True to compute gradients in
+    the forward pass, from the chunk's logits. factors: hidden, weight, hidden, weight, ..."""
 
     @staticmethod
     def forward(
@@ -468,7 +469,8 @@ class _TokenLosses(torch.autograd.Function):
 
 class _LossesOfLogits(torch.autograd.Function):
     """Autograd function: a user's loss of logits, chunk by chunk. The backward pass computes each
-    chunk's logits again."""
+    chunk's logits again. kept: indices of the labels that are not IGNORE_INDEX. factors: hidden,
+    weight, hidden, weight, ..."""
 
     @staticmethod
     def forward(

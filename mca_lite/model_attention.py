@@ -618,7 +618,8 @@ class CoreAttention(Sharded, RowModule):
         dropout: float,
     ) -> torch.Tensor:
         """Attention with one call per segment -> [s, b, n * d]. A segment is a document, or under
-        context parallelism a chunk of one: a range of queries with the keys that they see."""
+        context parallelism a chunk of a document: a range of queries with the keys that they see.
+        """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:

@@ -284,8 +284,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def validate(self) -> None:
         """Check the layout against the model, and replace values that say "auto", in place:
-        transformer_impl and pipeline_model_parallel_layout. Needs no process group. Raises
-        ConfigError."""
+        transformer_impl, pipeline_model_parallel_layout, and recompute_granularity, by full
+        recomputation until part_long_auto has chosen. Needs no process group. Raises ConfigError.
+        """
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
         layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's annotation excludes str
@@ -424,8 +425,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     @property
     def input_tensors(self) -> tuple[tuple[str, bool], ...]:
-        """(name, True for the matrix of a linear) of each tensor in modules for other inputs than
-        text, such as a vision tower."""
+        """(name, True if it is the weight matrix of a torch Linear) for each parameter in the
+        modules for inputs other than text, such as the vision tower; () for text models."""
         return self.inputs.tensors
 
     @property

@@ -30,7 +30,7 @@ def arrange(
 ) -> dict[str, Any]:
     """Arrange a checked batch for the model: one document per row, or with sequence_packing one
     packed row. backend: the run's Backend. args: TrainingArguments. documents_per_sample: 2 for
-    pairs, otherwise 1."""
+    samples of two documents, such as pairs; otherwise 1."""
     if not args.sequence_packing:
         return split(batch, documents_per_sample, backend.pad_token_id)
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)

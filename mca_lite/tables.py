@@ -501,10 +501,11 @@ class Column:
     per: "token": sharded by context parallelism like the tokens; "document" or "sample": one value
     each; "input": rows for inputs other than text (such as pixels), concatenated in document order,
     not sharded, absent if the micro-batch has none.
-    dtype: torch's name.
+    dtype: name of a torch dtype, such as "int64".
     padding: the value at padding positions.
-    more_dims: number of a token's dimensions; 0: one number per token.
-    default: the value for a document without the column; None: a registered one is required.
+    more_dims: number of dimensions of one token's value; 0: a number.
+    default: the value for a document without the column; None: if data files may give the column,
+    each document needs it.
     of_dataset: (DatasetSpec, DataArguments) -> the value for a dataset's documents, or None for the
     default.
     to_model: True if the forward pass gets the column, as a keyword.
