@@ -485,8 +485,8 @@ class GatedDeltaNet(RowModule):
         self, mixed: torch.Tensor, documents: torch.Tensor, borders: torch.Tensor | None
     ) -> torch.Tensor:
         """Run convolution, delta rule and norm: projections `mixed` [s, b, g, sum of widths] of the
-        whole row -> [s, b, n, v]. g and n count this rank's key and value heads. documents,
-        borders: as for delta_rule."""
+        whole row -> [s, b, n, v]. g and n count this rank's key and value heads. documents: int64
+        [s], each token's document index. borders: cu_seqlens of a packed row, or None."""
         convolved, gate, beta, a = mixed.split(self.widths, -1)
         weight = self._of_rank(self.conv1d())
         convolved = causal_convolution(convolved.flatten(2), weight, documents)

@@ -201,8 +201,8 @@ class Head:
 
 @dataclass
 class Resident:
-    """A teacher in memory, for one micro-batch. hidden: the teacher's last hidden states [b, s, h]
-    on this rank."""
+    """A teacher in memory, for one micro-batch. head: the teacher's output layer. hidden: the
+    teacher's last hidden states [b, s, h] on this rank."""
 
     head: Head
     hidden: torch.Tensor

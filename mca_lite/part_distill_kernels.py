@@ -185,7 +185,9 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """Values of a chunk of tokens, beside its logits, that the distillation kernels read."""
+    """Values of a chunk of tokens, beside its logits, that the distillation kernels read. head: the
+    student's. common: number of this rank's columns whose token ids both models have. softcap: cap
+    on the student's logits; None: there is none."""
 
     head: Head  # the student's
     common: int  # number of this rank's columns whose token ids both models have

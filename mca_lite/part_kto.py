@@ -230,9 +230,9 @@ class KTOTrainer(DPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Log-probability of each sample's answer, as McaTrainer.predict returns it. Mismatched
-        documents are left out. Collective.
-        """
+        """Each answer's summed log-probability and number of trained tokens, in the data set's
+        order, and metrics, on every rank. ignore_keys has no effect. Mismatched documents are left
+        out. Collective."""
         view = samples_of(test_dataset)
         while isinstance(view, (Mismatched, WithReference)):
             view = view.dataset

@@ -435,8 +435,8 @@ def _added(
 
 
 def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Apply Tiles to `tensors`, with gradients for the module's trained parameters. run, rows: see
-    Tiles."""
+    """Apply Tiles to `tensors`, with gradients for the module's trained parameters. run(start,
+    *tiles): the output for the rows from `start` on. rows: per tile, at least 1."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Tiles.apply(run, max(rows, 1), len(tensors), *tensors, *trained)
 

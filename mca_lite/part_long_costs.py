@@ -144,7 +144,8 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
 
 def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
     """(bytes per token that a layer saves for the backward pass on this rank, the part of them in
-    its MLP or experts). layer: counted from 0. facts: from _facts. r: the rank's sizes."""
+    its MLP or experts). layer: counted from 0. facts: what autograd saves, from _facts. r: the
+    rank's sizes."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
@@ -180,7 +181,7 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
 
 def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
     """Bytes per token that multi-latent attention saves for the backward pass, without the layer's
-    norm. facts: from _facts. r: the rank's sizes."""
+    norm. facts: what autograd saves, from _facts. r: the rank's sizes."""
     rotated = config.qk_pos_emb_head_dim
     query = config.qk_head_dim + rotated
     value = config.v_head_dim

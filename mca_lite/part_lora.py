@@ -247,8 +247,8 @@ def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torc
     same in every parallel layout and on both backends. Call inject after loading weights and before
     making a trainer.
     spec: if it has no `modules` yet, they are planned first. dtype: for a transformers model's
-    frozen weights.
-    No collectives. ConfigError as in plan(); ValueError if the model already has adapters.
+    frozen weights. No collectives. ConfigError for adapters that this model cannot have; ValueError
+    if the model already has adapters.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")

@@ -55,7 +55,7 @@ class LoraSpec:
     """Settings of a model's LoRA adapters. ConfigError for a rank, alpha or dropout that the keys
     in LoraArguments would refuse.
 
-    alpha: None means 2 * rank.
+    alpha: None means 2 * rank. use_rslora: scale by alpha / sqrt(rank), not alpha / rank.
     targets: module names or patterns, as in the configuration key lora_target.
     modules_to_save: ends of names of modules that are trained whole beside the adapters.
     modules: Hugging Face names of the modules with adapters; part_lora_sites.plan fills them in.
@@ -114,6 +114,8 @@ class Piece(NamedTuple):
     part: where `parameter` has this shard: a slice of rows, or an expert's index.
     axis: the axis along which the matrix is sharded over `group`; None: not sharded.
     real: length of the whole matrix along axis without padding; None: there is no padding.
+    is_expert: True if `group` is the expert-tensor-parallel group, and other ranks have other
+    experts. order: row permutation from PEFT's order to megatron's; None: the same order.
     """
 
     key: str
@@ -229,9 +231,10 @@ class Adapter(torch.nn.Module):
         """Register a float32 parameter of zeros, and a Piece for each module that has a part of it.
 
         name: the parameter's. matrix: the matrix's name in PEFT's file, such as "lora_A.weight".
-        parts: {module: its part of the parameter}. axis, real, order: see Piece. With axis None and
-        sequence parallelism, the gradient is marked as partial, for megatron to sum over
-        tensor-parallel ranks.
+        parts: {module: its part of the parameter}. axis: the sharded axis, or None. real: the
+        matrix's unpadded length along axis, or None. order: row permutation from PEFT's order to
+        megatron's, or None. With axis None and sequence parallelism, the gradient is marked as
+        partial, for megatron to sum over tensor-parallel ranks.
         """
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.sequence_parallel = axis is None and self.sequence_parallel
@@ -297,7 +300,7 @@ class LoraAdapter(Adapter):
     groups: number of head groups on this rank, if megatron interleaves the outputs of the
     projections by group; None: one projection after another.
     vocab_size: V without padding, for an output layer whose rows are padded.
-    orders: row permutation of each projection, see Piece.
+    orders: for each projection the row permutation from PEFT's order to megatron's, or None.
     """
 
     def __init__(

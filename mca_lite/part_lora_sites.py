@@ -44,7 +44,9 @@ from .weights_files import Shape, generator_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that can have an adapter, on any rank."""
+    """A Hugging Face module that can have an adapter, on any rank. hf: its name. mca: the megatron
+    module that contains it; "" if the family is not in the table. in_all: True if lora_target: all
+    includes it. part: the model's part that contains it, such as the language model."""
 
     hf: str
     mca: str  # megatron's module that contains it, "" if the family is not in the table
@@ -54,7 +56,8 @@ class Candidate(NamedTuple):
 
 class Site(NamedTuple):
     """A module on this rank that can get a LoRA adapter. kind(spec, names, **arguments) builds the
-    adapter, and part_lora_layers.attach(module, adapter, way) connects it to the module."""
+    adapter, and part_lora_layers.attach(module, adapter, way) connects it to the module. names: for
+    each projection that the module fuses or stacks, its Hugging Face modules on this rank."""
 
     module: torch.nn.Module
     names: Names  # for each projection, its Hugging Face modules on this rank
@@ -81,8 +84,7 @@ def _candidates(config: Any) -> Iterator[Candidate]:
 
 def candidates_of(host: Any) -> list[Candidate]:
     """Every module of the whole model that can have an adapter, in the model's order. For a family
-    that is not in the table: all linears and embeddings. host: see hosts.host_of.
-    """
+    that is not in the table: all linears and embeddings. host: the model's, from hosts.host_of."""
     if host.fields:
         return list(_candidates(host.fields))
     return [
@@ -210,8 +212,7 @@ def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator
 
 def saved_keys(host: Any, spec: LoraSpec) -> set[Any]:
     """Keys of the weights that are trained whole because of modules_to_save: (megatron name, layer)
-    on megatron-core, module names on plain torch. host: see hosts.host_of.
-    """
+    on megatron-core, module names on plain torch. host: the model's, from hosts.host_of."""
     return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 

@@ -35,9 +35,9 @@ from .weights_files import Shape, original_of
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: token ids, labels and
-    image-feature indices of the tokens 1 to k positions later in the same document. k: number of
-    prediction layers.
+    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: next_ids, next_labels
+    and next_slots are token ids, labels and image-feature indices of the tokens 1 to k positions
+    later in the same document. k: number of prediction layers.
 
     After the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
     the index -1.

@@ -89,8 +89,8 @@ class Picture:
 
 class Placed(NamedTuple):
     """An image, or another input, of a document, with facts read when the document was tokenised.
-    grid: number of patches along time, height and width. num_bytes, modified: size and time of its
-    file. where: "file:line" of its record."""
+    picture: a Picture, Video or Audio. grid: number of patches along time, height and width.
+    num_bytes, modified: size and time of its file. where: "file:line" of its record."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -268,7 +268,8 @@ class Vision(Media):
     tokens: {placeholder: kind of its input}. blocks: matches the text of one input, as a group.
     marks: {mark in a text: kind of its input}, LLaMA-Factory's marks.
     limits: {"shortest_edge": image_min_pixels, "longest_edge": image_max_pixels}, those that are
-    set.
+    set. merge_size: merge_size x merge_size patches form one feature. patch_size: side of a patch
+    in pixels. media_dir: folder of relative paths; None: the folder of the dataset's file.
     """
 
     folder: Path
@@ -570,7 +571,8 @@ class Vision(Media):
         )
 
     def shortened(self, content: str) -> str:
-        """The content with each input's text as chat templates write it. For images: unchanged."""
+        """The content of a message with each input's text as chat templates write it: VideoVision
+        writes one placeholder in place of a video's times and frames. For images: unchanged."""
         return content
 
     def _as_blocks(self, content: str) -> str | list[dict[str, str]]:
@@ -784,10 +786,11 @@ def rope_positions(
     A text token has the same position on all axes, one after the token before it. The features of
     an image (a run of placeholders) start at the next position and count from there along each
     axis; along time in distances of the run's `steps` (None: 1), rounded down. The text after an
-    image starts after its longer side. grids: patches of each run, as for merged_grids. token_ids:
-    the placeholders. ValueError if their number is not the number of features. Source: Qwen2-VL,
-    and transformers from 5.3 on (earlier versions, and vLLM, continue after the last time of a
-    video that is longer than its sides).
+    image starts after its longer side. grids: [runs, 3], patches of each run along time, height and
+    width; merge_size x merge_size patches form one feature. token_ids: the placeholders. ValueError
+    if their number is not the number of features. Source: Qwen2-VL, and transformers from 5.3 on
+    (earlier versions, and vLLM, continue after the last time of a video that is longer than its
+    sides).
     """
     import torch
 

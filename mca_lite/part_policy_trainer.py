@@ -27,11 +27,13 @@ from .tables import SESSION_COLUMNS, function_of, other_columns
 @dataclass(kw_only=True)
 class PolicyConfig(Policy, ObjectiveConfig):
     """Settings of policy training: a loss with its parameters (see Policy), and how missing columns
-    are computed. ConfigError for values that do not fit together.
+    are computed. ConfigError for values that do not fit together. name: the loss, a row of
+    POLICIES. with_entropy: log the entropy.
 
-    scale_rewards: see group_advantages.
-    sampler_correction, sampler_max, sampler_min: see sampler_weights; if set, the samples' old_logp
-    is the sampler's.
+    scale_rewards: divide advantages by the standard deviation of their group's rewards.
+    sampler_correction: how weights correct for the sampler, such as "token_truncate"; the samples'
+    old_logp is then the sampler's; None: no correction. sampler_max, sampler_min: limits of these
+    weights.
     cache_dir: folder for log-probabilities under the model before training; None: kept in memory.
     model_source: text in the cache's key that tells apart start models of the same folder, such as
     models drawn from different seeds.

@@ -254,8 +254,9 @@ class ObjectiveConfig:
     """Base class of the objectives' configs, such as DPOConfig: dataclasses whose fields correspond
     to configuration keys, by the mapping `keys` in a row of OBJECTIVES.
 
-    The fields here exist in only some objectives. cache_dir: folder for stored rows; None: keep
-    them in memory. cache: another folder, used instead.
+    Fields that only some objectives have: cache_dir: folder for stored rows; None: keep them in
+    memory. cache: another folder, used instead. pref_loss, ld_alpha, use_weighting: keys of
+    preference training.
     """
 
     stage: ClassVar[str]

@@ -221,9 +221,8 @@ class SampleLoss:
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Arrange a collated batch for the model. Adds "token_number" [rows, s], which numbers
-        trained tokens (-1: no label), "ends" (see SampleLoss), and "answers", the number of samples
-        with a label.
-        """
+        trained tokens (-1: no label), "ends" [samples + 1], at which number each sample's tokens
+        begin and end, and "answers", the number of samples with a label."""
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(
@@ -446,9 +445,9 @@ def _checksum(documents: list[dict[str, Any]]) -> int:
 
 class _Call(NamedTuple):
     """A call's checked samples, and what all ranks agreed on. documents: the samples given to this
-    rank. rows: the documents of each row. ends: see SampleLoss. tokens: number of trained tokens on
-    all replicas. num_batches: the largest number of micro-batches on a rank.
-    """
+    rank. rows: the documents of each row. ends: int64 [samples + 1], the number of each sample's
+    first trained token, then the next number. tokens: number of trained tokens on all replicas.
+    num_batches: the largest number of micro-batches on a rank."""
 
     documents: list[dict[str, Any]]
     rows: list[list[dict[str, Any]]]
@@ -570,8 +569,9 @@ class Session:
         loss: a name in SESSION_LOSSES. numbers: the loss's parameters.
         last: reduce the gradients over ranks in this call's backward pass; no other call that adds
         gradients may follow before optim_step or discard.
-        own: see log_probs; the sum then covers the samples of all replicas. ValueError for an
-        unknown loss or parameter, and for invalid samples.
+        own: each data-parallel replica passes its own samples, as for log_probs; the sum then
+        covers the samples of all replicas. ValueError for an unknown loss or parameter, and for
+        invalid samples.
         """
         return self._run(samples, loss_of(loss, numbers), True, last, own)
 
@@ -615,8 +615,9 @@ class Session:
         routes: Any = None,
     ) -> Output:
         """Check the samples and run a pass over them. loss: an instance of a class in
-        SESSION_LOSSES. trains: add gradients. last, own: see forward_backward. refuses_more: see
-        _documents. routes: a part_routes.Routes that records. Collective."""
+        SESSION_LOSSES. trains: add gradients. last, own: see forward_backward. refuses_more: refuse
+        samples with columns that the loss does not read. routes: a part_routes.Routes that records.
+        Collective."""
         expect(
             not (trains and self._is_closed),
             "forward_backward after last=True: its gradients are reduced already: call optim_step, "
@@ -732,7 +733,7 @@ class Session:
 
     def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[dict[str, Any]]:
         """The collated micro-batches that this rank computes. rows: the documents of each row. own:
-        see _plan."""
+        the rows are this replica's alone."""
         collate = Collator(self.backend.pad_token_id)
         return list(make_loader(rows, collate, self._plan(rows, own), num_epochs=1))
 

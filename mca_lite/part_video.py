@@ -172,11 +172,11 @@ def _numbers_as_numbers(file: Path) -> list[Any]:
 class VideoVision(Vision):
     """Media of a model with images and videos.
 
-    around: the text that stands for a video, with "{}" at its placeholder. start_id: the token
-    before the placeholder. writes_times: True if the text gives the times of frames before their
-    placeholders; `timed` then matches a video's times and placeholders. per_second: positions along
-    time per second; None: one position for each two frames. keys: video_fps, video_maxlen,
-    video_min_pixels and video_max_pixels.
+    around: the text that stands for a video, with "{}" at its placeholder, video_token. start_id:
+    the token before the placeholder. writes_times: True if the text gives the times of frames
+    before their placeholders; `timed` then matches a video's times and placeholders. per_second:
+    positions along time per second; None: one position for each two frames. keys: video_fps,
+    video_maxlen, video_min_pixels and video_max_pixels.
     """
 
     around: str

@@ -329,7 +329,8 @@ def answers(
     pictures: Sequence[dict[str, Any]] = (),
 ) -> list[str]:
     """The text generated after each prompt, without special tokens. model: in evaluation mode.
-    pictures: as in continuations()."""
+    pictures: for each prompt the columns of its images and videos, {} if it has none; () if no
+    prompt has any."""
     stop = stop_ids(model, tokenizer)
     rows = continuations(model, prompts, stop, decoding, batch_size, pictures=pictures)
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
@@ -422,7 +423,8 @@ def stream(
     pictures: dict[str, Any] | None = None,
 ) -> str:
     """Answer one prompt and print each word as soon as it is there -> the text. Ctrl-C ends the
-    answer. pictures: the columns of the prompt's images and videos, as in continuations()."""
+    answer. pictures: the columns of the prompt's images and videos, such as pixel_values; None or
+    {}: there are none."""
     stop = stop_ids(model, tokenizer)
     streamer = _Streamer(tokenizer, stop)
     try:

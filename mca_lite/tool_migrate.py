@@ -140,8 +140,8 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
-    """The result of read() for a shell script: its first command of ms-swift, TRL or mcore_adapter,
-    and that command's options. UserError if there is none."""
+    """(name of the trainer, {option: raw value}, beginning of the launching command) for the first
+    command of ms-swift, TRL or mcore_adapter in a shell script. UserError if there is none."""
     text = path.read_text().replace("\\\n", " ")
     variables = dict(_VARIABLE.findall(text))
     for line in text.splitlines():
