@@ -115,10 +115,12 @@ def num_tokens(frames: int, window: int) -> int:
 
 @dataclass(kw_only=True)
 class Hearing(Vision):
-    """Media of a model with images and audio.
+    """Reads the images and audio of records, and places them among the tokens, for one model.
 
     around: the text that stands for an audio in a conversation; contains its placeholder once.
-    audio_id: the placeholder's token id. window: n_window of the audio module."""
+    audio_id: the placeholder's token id. window: n_window of the audio module, half the frames of a
+    chunk that it encodes.
+    """
 
     around: str
     audio_id: int
@@ -153,7 +155,7 @@ class Hearing(Vision):
 
     @functools.cached_property
     def _audio_settings(self) -> dict[str, Any]:
-        """The feature extractor's settings; {} if the folder has none."""
+        """The feature extractor's settings from the model's folder; {} if the folder has none."""
         files = (self.folder / name for name in _SETTINGS)
         found = [read_json(file) for file in files if file.is_file()]
         return next((f for v in found if "n_fft" in (f := v.get("feature_extractor", v))), {})

@@ -72,7 +72,7 @@ class Towers(Tower):
 
 
 class Hears(Pictures):
-    """Inputs of a model that reads pictures and audio."""
+    """The input modules, for images and audio, of a model that reads both."""
 
     tower = Towers
     more_columns = _COLUMNS

@@ -26,10 +26,11 @@ def of_keys(args: Keys) -> list[TrainerCallback]:
 
 class EarlyStopping(TrainerCallback):
     """Stops training after early_stopping_patience evaluations in a row that improve the best value
-    of the ranking metric by no more than early_stopping_threshold.
+    of metric_for_best_model by no more than early_stopping_threshold.
 
     A resumed run continues the count, which is rebuilt from the checkpoint's state.log_history. If
-    the patience is used up already, no step is made."""
+    the patience is used up already, no step is made.
+    """
 
     evaluations_without_gain = 0
     _best: float | None = None

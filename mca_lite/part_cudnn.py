@@ -280,9 +280,10 @@ def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, lis
 def _parts(
     segments: Iterable[tuple[int, int, int, int]],
 ) -> Iterator[tuple[slice, slice, slice | None]]:
-    """Split each segment's keys in two, for two attention calls. Yields slices (queries; the
-    segment's last keys, as many as it has queries, for the causal call; the keys before these for
-    the full call, or None if there are none)."""
+    """Split each segment's keys in two, for two attention calls. A segment (q0, q1, k0, k1):
+    queries q0:q1 see keys k0:k1. Yields slices (queries; the segment's last keys, as many as it has
+    queries, for the causal call; the keys before these for the call without a mask, or None if
+    there are none)."""
     for q0, q1, k0, k1 in segments:
         own = k1 - (q1 - q0)
         yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None

@@ -313,9 +313,9 @@ def delta_rule_by_kernels(
     beta: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The outputs of gated_delta_rule, computed by flash-linear-attention's kernels. borders, in
-    place of `documents`: cu_seqlens of a packed row; None: each row is one document. The other
-    arguments are those of gated_delta_rule."""
+    """Outputs [s, b, n, v] of the gated delta rule (linear attention), by flash-linear-attention's
+    kernels. query, key: [s, b, n, k]. value: [s, b, n, v]. decay (log of the state's factor), beta:
+    [s, b, n]. borders: cu_seqlens of a packed row; None: each row is one document."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     rows = (x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta))
@@ -335,9 +335,10 @@ def delta_rule(
     documents: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The outputs of gated_delta_rule, computed by flash-linear-attention's kernels on CUDA in half
-    precision, if they are installed and work; otherwise by gated_delta_rule. borders: cu_seqlens of
-    a packed row; None: the row is not packed."""
+    """Outputs [s, b, n, v] of the gated delta rule (linear attention): by flash-linear-attention's
+    kernels on CUDA in half precision, if they are installed and work; otherwise by
+    gated_delta_rule, which has the same arguments. borders: cu_seqlens of a packed row; None: the
+    row is not packed."""
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
@@ -352,8 +353,9 @@ def _to_heads(
     x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
 ) -> torch.Tensor:
     """Exchange tokens for heads between context-parallel ranks: this rank's tokens with all heads
-    [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row order. order:
-    RowLayout.order. Collective: all-to-all in both passes."""
+    [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row order. order: int64
+    [s], for each token of the row its index among the ranks' tokens. Collective: all-to-all in both
+    passes."""
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
     whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
     return whole.index_select(0, order)
@@ -363,7 +365,7 @@ def _to_tokens(
     x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
 ) -> torch.Tensor:
     """The inverse of _to_heads: some heads of the whole row [s, b, g / cp, c] -> this rank's tokens
-    [s / cp, b, g, c]. Collective: all-to-all in both passes."""
+    [s / cp, b, g, c]. Collective: all-to-all in both passes. order: as for _to_heads, int64 [s]."""
     parts = x.index_select(0, order.argsort())
     parts = mappings.all_to_all(group, parts).unflatten(0, (group.size(), -1))
     return parts.movedim(0, 2).flatten(2, 3)

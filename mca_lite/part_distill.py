@@ -407,7 +407,8 @@ class DistillTrainer(ScoredTrainer):
     # -- the loss
 
     def _loss_of_logits(self, logits: Logits) -> torch.Tensor:
-        """[n, 2] for n tokens: the divergence times the squared temperature, and cross entropy."""
+        """Losses [n, 2] of a chunk of n tokens: the divergence times the squared temperature, and
+        cross entropy. logits: the student's."""
         config = self.train_config
         common = logits.of_first(self._num_tokens)
         divergence, cross_entropy = logits.batch["teacher"].losses(logits, common, config)

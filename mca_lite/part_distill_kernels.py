@@ -31,7 +31,8 @@ _BLOCK = 4096  # columns read at once by a program
 
 @jit
 def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
-    """Load logits at `column` as float32, after the soft cap; -inf beyond `columns`."""
+    """Load logits at `column` of the row that begins at `start`, as float32, after the soft cap;
+    -inf beyond `columns`."""
     value = tl.load(start + column, column < columns, 0.0).to(tl.float32)
     if CAPPED:  # softcap tanh(value / softcap)
         small = tl.exp(-2 * tl.abs(value) / softcap)
@@ -228,9 +229,9 @@ class _Chunk(NamedTuple):
         return found
 
     def logsumexp(self, found: torch.Tensor) -> torch.Tensor:
-        """Combine the sums of all tensor-parallel ranks, [m, 2, n] on each, to log-sum-exps [m, n].
-        Collective.
-        """
+        """Combine the results of sums() of all tensor-parallel ranks to log-sum-exps [m, n]. found:
+        [m, 2, n], this rank's largest logit and sum of exponentials relative to it, for m
+        log-sum-exps of n rows. Collective."""
         tops, totals = found.unbind(1)
         most = all_reduce(tops.clone(), dist.ReduceOp.MAX, self.head.group)
         total = all_reduce(totals * (tops - most).exp(), dist.ReduceOp.SUM, self.head.group)

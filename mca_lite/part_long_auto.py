@@ -33,8 +33,8 @@ def least(count: int, need: Callable[[int], float], room: float) -> int:
 
 
 def free_memory() -> float:
-    """Bytes on this rank's device that a run may still take: up to HEADROOM of a GPU, or SHARE of
-    the rank's part of host memory."""
+    """Bytes on this rank's device that a run may still take: up to the share HEADROOM of a GPU's
+    memory; without a GPU, the share SHARE of this rank's part of free host memory."""
     if not torch.cuda.is_available():
         return SHARE * host_memory() / world.current().local_size
     free, total = torch.cuda.mem_get_info()

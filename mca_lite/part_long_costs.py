@@ -56,10 +56,10 @@ def tiled(
 def kept(config: Any, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
     """Bytes per token that recomputed layers take with recompute_keep or activation_offloading.
 
-    inputs: bytes of a unit's inputs. units: number of units, groups of layers recomputed together.
-    of_results: results() of each recomputed layer. again: bytes of a unit while it is recomputed.
-    With offloading everything is in host memory, and at most two units are on the device: the one
-    recomputed, and the one before it.
+    All arguments are bytes per token, except units: the number of groups of layers recomputed
+    together. inputs: a unit's inputs. of_results: attention outputs that each recomputed layer
+    keeps. again: a unit while it is recomputed. With offloading everything is in host memory, and
+    at most two units are on the device: the one recomputed, and the one before it.
     """
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
@@ -118,8 +118,9 @@ class _Facts(NamedTuple):
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
-    """The _Facts of a model. width: bytes per activation value. compiled: True if kernels are
-    compiled. frozen: True if the norms' weights are not trained. length: tokens in a sequence."""
+    """Sizes of the tensors that autograd saves per token of a model. width: bytes per activation
+    value. compiled: True if kernels are compiled. frozen: True if the norms' weights are not
+    trained. length: tokens in a sequence."""
     if compiled:
         return _Facts(
             norm=2 * width,

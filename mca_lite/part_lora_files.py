@@ -101,7 +101,7 @@ class AdapterSource(SafetensorsSource):
         return self.names() - self._matrices
 
     def shape(self, name: str) -> Shape:
-        """Shape of a tensor. ValueError if the adapter lacks it."""
+        """Shape of the adapter's tensor `name`. ValueError if the adapter lacks it."""
         if name not in self._slices:
             raise ValueError(
                 f"{self.folder} lacks {PREFIX}{name}: it is damaged, or not of this model"
@@ -109,12 +109,13 @@ class AdapterSource(SafetensorsSource):
         return super().shape(name)
 
     def __call__(self, key: str, shape: Shape) -> torch.Tensor:
-        """Read a whole tensor. ValueError if it is missing, or its shape is not `shape`."""
+        """Read the adapter's tensor `key`, whole. ValueError if it is missing, or if its shape is
+        not `shape`."""
         self.check(key, shape)
         return self.read(key)
 
     def check(self, key: str, shape: Shape) -> None:
-        """Raise ValueError if a tensor is missing, or its shape is not `shape`."""
+        """Raise ValueError if the adapter lacks the tensor `key`, or its shape is not `shape`."""
         remedy = "the adapter belongs to another model: set adapter_name_or_path to one of this one"
         check_shape(self, key, shape, remedy)
 

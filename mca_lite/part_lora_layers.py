@@ -598,9 +598,8 @@ class LoraExperts(Adapter):
 
 
 def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter of a transformers experts module as [n, outputs, inputs], as a view, whether it
-    is stored so or transposed.
-    """
+    """A view [n, outputs, inputs] of a parameter of a transformers experts module, such as
+    "gate_up_proj", which some families store transposed."""
     parameter = experts.get_parameter(name)
     return parameter.mT if getattr(experts, "is_transposed", False) else parameter
 

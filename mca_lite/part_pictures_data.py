@@ -260,8 +260,8 @@ def thumbnail(image: Any) -> str:
 
 @dataclass(kw_only=True)
 class Vision(Media):
-    """Media of a model with images: reads their sizes and pixels, and places them among the tokens.
-    Picklable. Methods are described in Media.
+    """Reads the images of records, their sizes and pixels, and places them among the tokens, for
+    one model. Picklable. Methods are described in Media.
 
     folder: the model's, with its image processor's settings.
     block: the text that stands for an image in a conversation; contains its placeholder once.
@@ -441,12 +441,13 @@ class Vision(Media):
     # -- in a record
 
     def by_kind(self, of_columns: list[Any]) -> dict[str, list[Any]]:
-        """Sort the values of a record's columns by kind -> {"image": values}."""
+        """Sort the input values of a record by their kind -> {"image": values}; subclasses add
+        "video" or "audio". of_columns: the values that of_columns() found."""
         return {"image": of_columns}
 
     def read_input(self, kind: str, value: Any, *place: Any) -> Any:
-        """The Picture for an input's value in a record. place: further arguments of
-        read_picture."""
+        """The Picture for an input's value in a record, such as a path. kind: "image". place:
+        further arguments of read_picture."""
         return read_picture(value, *place)
 
     def text_of(self, item: Any) -> str:

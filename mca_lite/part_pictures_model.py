@@ -183,7 +183,8 @@ def tensors_of(tower: torch.nn.Module) -> tuple[tuple[str, bool], ...]:
 
 
 class Tower(torch.nn.Module):
-    """The vision module of the model (image patches to features), as transformers implements it."""
+    """The vision module of the model, as transformers implements it: it turns image patches into
+    features."""
 
     def __init__(self, config: McaModelConfig):
         from transformers import AttentionInterface
@@ -236,8 +237,9 @@ class Tower(torch.nn.Module):
     def forward(
         self, pixel_values: torch.Tensor | None, image_grid_thw: torch.Tensor | None
     ) -> list[torch.Tensor] | None:
-        """Compute the features of a micro-batch's images: [embedded, *deepstack], each [n + 1, h]
-        with a row of zeros first.
+        """Compute the n features of a micro-batch's images -> [embedded, *deepstack], each [n + 1,
+        h] with a row of zeros first: features that replace embeddings, then those to add to the
+        first layers' outputs.
 
         pixel_values: [patches, values per patch]; image_grid_thw: [images, 3]. If they are None, a
         trained tower runs on an empty image whose feature is not used, so that every rank has a
@@ -368,9 +370,10 @@ class Pictures(Inputs):
         return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with image_slot added, and videos concatenated after images, because one tower
-        takes both. Pixels are dropped on later pipeline stages, and from batches of padding only.
-        ValueError for images with multi-token prediction on several pipeline stages."""
+        """The batch with "image_slot" (the index of each token's image feature) added, and videos
+        concatenated after images, because one tower takes both. Pixels are dropped on later
+        pipeline stages, and from batches of padding only. ValueError for images with multi-token
+        prediction on several pipeline stages."""
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
         expect(
@@ -387,8 +390,8 @@ class Pictures(Inputs):
         return joined | {name: batch[name] for name in self.more_columns if name in batch}
 
     def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with image_slot added. ValueError if its image placeholders and features differ
-        in number."""
+        """The batch with "image_slot" added, the index of each token's image feature. ValueError if
+        its image placeholders and features differ in number."""
         batch = with_image_slots(batch, *self.token_ids)
         check_slots(batch, self.vision_config.spatial_merge_size)
         return batch

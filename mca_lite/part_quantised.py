@@ -363,7 +363,8 @@ def is_quantised(row: Row, config: Any) -> bool:
 
 
 def quantised_layers(config: Any) -> Iterator[tuple[Row, int | None]]:
-    """Yield (row, layer index) for each weight that config.weight_format quantises."""
+    """Yield (row of the family's table, layer index) for each weight that config.weight_format
+    quantises."""
     return ((row, layer) for row, layer in in_layer_order(config) if is_quantised(row, config))
 
 

@@ -256,8 +256,8 @@ class BlockAdamW(AdamW):
 
 
 def new(groups: Any, args: Any, numbers: dict, halves: set[str]) -> BlockAdamW:
-    """Build AdamW for TrainingArguments whose exp_avg_dtype or exp_avg_sq_dtype is 8bit. numbers:
-    lr, betas and eps. halves: names of the moments in bf16."""
+    """Build AdamW for TrainingArguments whose exp_avg_dtype or exp_avg_sq_dtype is 8bit. groups:
+    parameter groups. numbers: lr, betas and eps. halves: names of the moments in bf16."""
     moments = ("exp_avg", "exp_avg_sq")
     blocks = {name for name in moments if getattr(args, f"{name}_dtype") == "8bit"}
     return BlockAdamW(groups, blocks, halves=halves, **numbers)

@@ -110,9 +110,9 @@ class Routes:
 
 
 def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
-    """Check the column "routes" of the documents of a Session call. A document without it gets one
-    filled with -1 (the router chooses), in place. ValueError for routes that do not fit the model.
-    """
+    """Check the column "routes" (the experts to use for each token) of the documents of a Session
+    call. A document without it gets one filled with -1 (the router chooses), in place. ValueError
+    for routes that do not fit the model."""
     config = _config_of(backend)
     for number, document in enumerate(documents):
         shape = (len(document["input_ids"]), len(_layers(config)), config.moe_router_topk)
@@ -124,9 +124,9 @@ def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
 
 
 def check_routes(backend: Any, routes: torch.Tensor) -> None:
-    """Raise ValueError for routes [..., L, k] that do not fit the model: another number of MoE
-    layers or of experts per token, an expert that does not exist, or one twice.
-    """
+    """Raise ValueError for routes [..., L, k], the experts to use for each token in each MoE layer,
+    that do not fit the model: another number of MoE layers or of experts per token, an expert that
+    does not exist, or one twice."""
     config = _config_of(backend)
     wanted = [len(_layers(config)), config.moe_router_topk]
     expect(

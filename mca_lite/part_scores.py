@@ -326,9 +326,9 @@ class ScoredTrainer(McaTrainer):
         self.settings |= config.as_keys()
 
     def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Hook: configuration keys that follow from the data sets' columns, to check together with
-        the config's keys. given: the constructor's keywords. ValueError for samples that do not
-        fit."""
+        """Hook: {configuration key: value} for keys that follow from the data sets' columns, to
+        check together with the config's keys. given: the constructor's keywords. ValueError for
+        samples that do not fit."""
         return {}
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:

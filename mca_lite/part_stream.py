@@ -147,8 +147,8 @@ class TokenStream:
         return _one_each(samples)
 
     def with_inputs(self, row: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replace "media" in a row's documents by the columns that the model needs, such as pixels,
-        in place -> the row."""
+        """Replace "media" (images and other inputs than text) in a row's documents by the columns
+        that the model needs, such as pixels, in place -> the row."""
         for document in row:
             media = document.pop("media", ())
             document.update(self.encoder.media.columns(document["input_ids"], media))
@@ -286,8 +286,8 @@ def _joined(
     samples: Iterator[Any], length: int, token: int
 ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
     """Yield ([one document], position after it) for rows of `length` inputs, cut from documents
-    joined end to end; the last label of a row is the first input of the next row. token: where to
-    begin in the first document."""
+    joined end to end; the last label of a row is the first input of the next row. token: index of
+    the first document's token to begin with."""
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # (index in tokens, position) of each document
     for position, [(document, _)] in samples:

@@ -374,9 +374,10 @@ def _heads_backward_kernel(
 
 
 class RotatedHeads(torch.autograd.Function):
-    """Split a fused QKV projection into heads, normalise queries and keys if their norms' weights
-    are given, and rotate queries and keys by RoPE: kernels.rotated_heads by Triton kernels, for an
-    even number of channels per head."""
+    """Split a fused QKV projection [s, b, width] into heads (query [s, b, n, d], key and value [s,
+    b, g, d]), normalise queries and keys if their norms' weights are given, and rotate queries and
+    keys by RoPE: kernels.rotated_heads by Triton kernels, for an even number of channels per head.
+    """
 
     @staticmethod
     def forward(

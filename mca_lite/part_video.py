@@ -170,7 +170,7 @@ def _numbers_as_numbers(file: Path) -> list[Any]:
 
 @dataclass(kw_only=True)
 class VideoVision(Vision):
-    """Media of a model with images and videos.
+    """Reads the images and videos of records, and places them among the tokens, for one model.
 
     around: the text that stands for a video, with "{}" at its placeholder, video_token. start_id:
     the token before the placeholder. writes_times: True if the text gives the times of frames
@@ -297,8 +297,8 @@ class VideoVision(Vision):
 
     @functools.cached_property
     def frame_processor(self) -> Any:
-        """The image processor, used for frames. ValueError if the model's settings for videos
-        differ from those for images."""
+        """transformers' image processor of the model, used for frames too. ValueError if the
+        model's settings for videos differ from those for images."""
         own = self._settings()
         for name in _SETTINGS:
             path = self.folder / name

@@ -388,8 +388,9 @@ def _plain_step(
     dtype: torch.dtype,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
-    model on this rank. dtype: the precision of its weights. trainer: the layout's. batches: those
-    of all ranks. places: positions in the row whose logits are compared."""
+    model on this rank. dtype: the precision of the model's weights. trainer: the trainer in the
+    layout. batches: the micro-batches of all ranks. places: positions in the row whose logits are
+    compared."""
     bf16 = dtype == torch.bfloat16
     plain = _plain_trainer(plan, trainer, bf16)
     model = plain.model

@@ -46,8 +46,8 @@ def main(words: list[str]) -> int:
 
 
 class Choice(NamedTuple):
-    """The files to copy into another repository, by name. parts: names in PARTS, with the parts
-    that they need. tools: names in COMMANDS."""
+    """A choice of files to copy into another repository. parts: optional capabilities, as names in
+    PARTS, with the parts that they need. tools: commands, as names in COMMANDS."""
 
     parts: list[str]
     tools: list[str]
@@ -90,7 +90,8 @@ def _vendor(dst: str, parts: list[str], tools: list[str], without: list[str]) ->
 
 
 def choose(parts: list[str], tools: list[str], without: Sequence[str] = ()) -> Choice:
-    """The Choice for names of parts and tools, with the parts that they need.
+    """The Choice for names of parts (optional capabilities) and tools (commands), with the parts
+    that they need.
 
     without: parts to leave out, with the parts that need them; if `parts` is empty or "all", every
     other part is chosen. Raises UserError for an unknown name, for a part in `parts` that needs one
