@@ -197,8 +197,8 @@ def reads_logits(loss: Any) -> bool:
 
 @dataclass(eq=False)
 class SampleLoss:
-    """The objective of a Session call, as step.py needs it: arranges batches of samples, and turns
-    token losses into the loss. PolicyTrainer inherits from it, and sets backend, args and loss.
+    """The objective of a Session call: arranges batches of samples, and turns token losses into the
+    loss. PolicyTrainer inherits from it, and sets backend, args and loss.
 
     ends: int64 [N + 1]: sample i has the trained tokens with the numbers ends[i] to ends[i + 1] - 1
     (the batch column token_number). None: tokens are numbered within each micro-batch.

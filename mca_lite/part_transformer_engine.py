@@ -82,7 +82,7 @@ def version() -> str:
 
 
 def expect_works() -> None:
-    """Raise ConfigError if Transformer Engine does not work here (see works())."""
+    """Raise ConfigError unless there is a GPU and Transformer Engine can be imported."""
     if not works():
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"

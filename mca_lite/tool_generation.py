@@ -142,7 +142,7 @@ def load_for_generation(
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
     """(name, folder) of the model from which the run or adapter in `folder` was trained. base: its
-    name if the user gave one. keys: from keys_of_run."""
+    name if the user gave one. keys: the run's keys about the model that it started from."""
     path = folder / ADAPTER_CONFIG_NAME
     of_adapter = read_json(path) if path.is_file() else {}
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
@@ -167,8 +167,8 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
     """Read the named keys (separated by spaces) from the config.yaml of a folder's run, as
     attributes; every other key has its default. Prints the keys that were found.
 
-    The user did not name that file, so no name in it may let code run. Raises ConfigError if the
-    file cannot be read, or a value does not fit its key.
+    The user did not name that file, so callers must not let models that it names run code. Raises
+    ConfigError if the file cannot be read, or a value does not fit its key.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     written = read_config_file(path) if path.is_file() else {}

@@ -177,7 +177,8 @@ def _kernels(
     reference: float,
 ) -> tuple[float, float]:
     """Seconds of GPU kernels in a step if one device ran it all: (in the layers, in the output
-    layer and loss). sizes, work: the model's ModelSizes and ModelWork. tokens: in the step.
+    layer and loss). sizes, work: the model's ModelSizes and ModelWork. tokens: number of tokens in
+    the step.
     squares: sum of squared document lengths in the step. lengths: document lengths in one sample.
     reference: extra forward passes per step."""
     recomputes = _recomputed(config)
