@@ -141,7 +141,8 @@ def _lines(prompt: str) -> Iterator[str]:
 
 class _Speaker:
     """One model in a chat, with its own history of the conversation. name: "before", "trained", or
-    "" if there is one model. options: the command line's. keys: from keys_of_run."""
+    "" if there is one model. options: the command line's. keys: the run's keys, such as
+    default_system."""
 
     def __init__(self, name: str, options: Any, decoding: Any, keys: Any) -> None:
         from .inputs import inputs_of

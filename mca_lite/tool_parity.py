@@ -353,7 +353,7 @@ def _hf_config(plan: run.Plan) -> Any:
 
 def _plain_trainer(plan: run.Plan, trainer: Any, bf16: bool) -> Any:
     """A plain torch trainer on this rank with the same objective, for a new transformers model.
-    trainer: the layout's."""
+    trainer: the trainer in the layout. bf16: True to round as a bf16 run does."""
     args = trainer.args
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
