@@ -105,8 +105,7 @@ def read_picture(value: Any, folder: Path, where: str, home: str | Path | None =
 
     home: only files in this folder are allowed, after following links; None: any file. Raises
     ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
-    downloaded.
-    """
+    downloaded."""
     match value:
         case bytes():
             return Picture("", value)
@@ -230,8 +229,7 @@ def as_rgb(image: Any, *resize: Any) -> Any:
     resize, the new size first.
 
     White is what people see, and what vLLM and qwen_vl_utils use. transformers' processors drop
-    transparency and show the colour under it, mostly black.
-    """
+    transparency and show the colour under it, mostly black."""
     from PIL import Image, ImageOps
 
     # an image takes up to 360 MB: avoid copies where nothing changes
@@ -269,8 +267,7 @@ class Vision(Media):
     marks: {mark in a text: kind of its input}, LLaMA-Factory's marks.
     limits: {"shortest_edge": image_min_pixels, "longest_edge": image_max_pixels}, those that are
     set. merge_size: merge_size x merge_size patches form one feature. patch_size: side of a patch
-    in pixels. media_dir: folder of relative paths; None: the folder of the dataset's file.
-    """
+    in pixels. media_dir: folder of relative paths; None: the folder of the dataset's file."""
 
     folder: Path
     token_ids: tuple[int, ...]
@@ -347,8 +344,7 @@ class Vision(Media):
         """transformers' image processor on Pillow, without torchvision.
 
         ValueError if the model's folder has no settings for it, or these do not fit config.json or
-        the keys.
-        """
+        the keys."""
         import transformers  # imported late: its image processors need Pillow
 
         settings = self._settings()
@@ -633,8 +629,7 @@ class Vision(Media):
         have no loss. document: int32 [n], token ids; ~id for a token without loss.
 
         ValueError unless the document has one placeholder for each run of the inputs; an image has
-        one run.
-        """
+        one run."""
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)
         counts = self._runs(inputs).prod(axis=1) // self.merge_size**2
@@ -654,8 +649,7 @@ class Vision(Media):
         {pixel_values, image_grid_thw, ...}).
 
         ValueError if the number of placeholders is not the number of images, or an image is
-        unusable.
-        """
+        unusable."""
         placed = [self.place(picture, where) for picture in inputs]
         document = self.expand(np.array(ids, dtype=np.int32), placed)
         tokens = np.maximum(document, ~document).astype(np.int64)
@@ -791,8 +785,7 @@ def rope_positions(
     width; merge_size x merge_size patches form one feature. token_ids: the placeholders. ValueError
     if their number is not the number of features. Source: Qwen2-VL, and transformers from 5.3 on
     (earlier versions, and vLLM, continue after the last time of a video that is longer than its
-    sides).
-    """
+    sides)."""
     import torch
 
     grids = merged_grids(grids.view(-1, 3), merge_size)

@@ -62,8 +62,7 @@ class Output(NamedTuple):
 class Step(NamedTuple):
     """Results of an update. grad_norm: gradient norm after the division by `denominator`, before
     clipping. skipped: True if the weights did not change, because the norm was not finite or too
-    large, or fp16's loss scale overflowed. denominator: what the gradient was divided by.
-    """
+    large, or fp16's loss scale overflowed. denominator: what the gradient was divided by."""
 
     grad_norm: float
     skipped: bool
@@ -161,8 +160,7 @@ class _GivenGradient(CrossEntropy):
 
 def loss_of(name: str, numbers: dict[str, Any]) -> Any:
     """An instance of the class that SESSION_LOSSES has for the loss `name`. numbers: the loss's
-    parameters, such as {"clip_low": 0.1}. ValueError for an unknown loss or parameter.
-    """
+    parameters, such as {"clip_low": 0.1}. ValueError for an unknown loss or parameter."""
     expect(name in SESSION_LOSSES, f"loss {name!r}: expected one of {', '.join(SESSION_LOSSES)}")
     row = function_of(SESSION_LOSSES[name])
     known = [field.name for field in fields(row) if field.name != "name"]
@@ -174,8 +172,7 @@ def loss_of(name: str, numbers: dict[str, Any]) -> Any:
 def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
     """Cross entropy [n] of n labels, from logits divided by the temperature, or by the batch's
     column "temperature" if it has one. with_entropy: [n, 2], cross entropy and entropy. Collective
-    over the tensor-parallel group.
-    """
+    over the tensor-parallel group."""
     divisor: Any = temperature
     if "temperature" in logits.batch:
         divisor = logits.take(logits.batch["temperature"])[:, None]
@@ -190,8 +187,7 @@ def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) ->
 
 def reads_logits(loss: Any) -> bool:
     """True if the loss needs a temperature other than 1, or the entropy, which plain cross entropy
-    does not give.
-    """
+    does not give."""
     return loss.temperature != 1.0 or loss.wants_entropy
 
 
@@ -340,8 +336,7 @@ def _documents(
 ) -> list[dict[str, Any]]:
     """The call's samples as checked documents, without the SESSION_COLUMNS that the loss does not
     read. refuses_more: refuse samples with such columns. ValueError for invalid samples, or if only
-    some have a column that the loss reads.
-    """
+    some have a column that the loss reads."""
     expect(len(samples) > 0, "the call has no samples: expected at least one")
     documents = []
     for number, sample in enumerate(samples):
@@ -382,8 +377,7 @@ def _document(
 def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
     """A copy of a document or batch `row`, with the loss's columns set to 0 where there is no
     label. ValueError if a required column is missing, or a value at a label is not finite, or is a
-    temperature not above 0.
-    """
+    temperature not above 0."""
     row = dict(row)
     is_trained = row["labels"] != IGNORE_INDEX
     for name in loss.columns:
@@ -409,8 +403,7 @@ def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
 def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
     """Number the trained tokens of N documents, in order, from `first`: set each document's column
     token_number, in place (-1: not trained). Returns int64 [N + 1]: the number of each document's
-    first trained token, then the next free number.
-    """
+    first trained token, then the next free number."""
     ends = [first]
     for document in documents:
         is_trained = document["labels"] != IGNORE_INDEX
@@ -551,8 +544,7 @@ class Session:
     ) -> Output:
         """Compute a loss without gradients, in evaluation mode. Returns an Output. Collective.
         loss: a name in SESSION_LOSSES. numbers: the loss's parameters. ValueError for an unknown
-        loss or parameter, and for invalid samples.
-        """
+        loss or parameter, and for invalid samples."""
         return self._run(samples, loss_of(loss, numbers), False)
 
     def forward_backward(
@@ -652,8 +644,7 @@ class Session:
 
     def _begin_training(self, loss: Any) -> None:
         """Make the optimizer if there is none. ValueError if the model has dropout, and the loss
-        compares log-probabilities of two passes.
-        """
+        compares log-probabilities of two passes."""
         named = vars(self.model.config) | vars(getattr(self.backend.finetuning, "spec", Step))
         rates = [f"{name} {named[name]}" for name in named if name.endswith(_DROPOUTS)]
         rates = [rate for rate in rates if rate.split()[1] not in ("0", "0.0", "None")]
@@ -678,8 +669,7 @@ class Session:
     ) -> _Call:
         """Check this rank's samples, and agree with all ranks on the call. ValueError on every rank
         if samples on any rank are invalid, or if samples or arguments differ that must be equal.
-        Collective. own: replicas have different samples. call: the other arguments as text.
-        """
+        Collective. own: replicas have different samples. call: the other arguments as text."""
         documents: list[dict[str, Any]] = []
         rows: list[list[dict[str, Any]]] = []
         replica = self.backend.dp_rank if own else 0
@@ -707,8 +697,7 @@ class Session:
 
     def _rows(self, documents: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Assign documents to rows: one each, or with sequence_packing and cutoff_len best fit up
-        to cutoff_len tokens. ValueError if one does not fit.
-        """
+        to cutoff_len tokens. ValueError if one does not fit."""
         if not self.args.sequence_packing or self.cutoff_len is None:
             return [[document] for document in documents]
         lengths = np.array([len(one["labels"]) for one in documents])
@@ -716,8 +705,7 @@ class Session:
 
     def _plan(self, rows: list[list[dict[str, Any]]], own: bool) -> BatchPlan:
         """A BatchPlan of one step with all rows, rows of similar length together. own: the rows are
-        this replica's alone; False: data-parallel ranks share them.
-        """
+        this replica's alone; False: data-parallel ranks share them."""
         size = self.args.per_device_train_batch_size
         rank, ranks = (0, 1) if own else (self.backend.dp_rank, self.backend.dp_size)
         return BatchPlan(
@@ -742,8 +730,7 @@ class Session:
     ) -> list[torch.Tensor]:
         """The results of the samples given to this rank: float32 [n, *width] for each, 0 where
         there is no label. found: (token numbers, results) of the micro-batches that this rank
-        computed. Collective.
-        """
+        computed. Collective."""
         zeros = torch.zeros(call.tokens, *width, device=parallel.device())
         first, *_, end = call.ends.tolist()
         results = scattered(self.backend, found, zeros)[first:end]
@@ -818,8 +805,7 @@ class Session:
 
     def _set_groups(self, **numbers: Any) -> None:
         """Set `numbers`, such as lr=1e-5, in the optimizer's parameter groups that have these keys.
-        weight_decay is multiplied by the group's wd_mult.
-        """
+        weight_decay is multiplied by the group's wd_mult."""
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
@@ -829,8 +815,7 @@ class Session:
     def save(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
         """Write a checkpoint of the weights (or adapters) and, if with_optimizer, of the
         optimizer's state. It loads in other parallel layouts too. Collective. ValueError if
-        gradients wait for optim_step, or if tensors are in host memory (see `to`).
-        """
+        gradients wait for optim_step, or if tensors are in host memory (see `to`)."""
         expect(not self._counts, "save with pending gradients: call optim_step or discard first")
         self.backend.expect_here("save", *_ALL)
         self._need_optimizer()
@@ -840,8 +825,7 @@ class Session:
         """Load a checkpoint that save() wrote. Added gradients are discarded; fp16's loss scale
         stays. Collective. CheckpointError if the checkpoint cannot be read, lacks the optimizer's
         state that with_optimizer asks for, or belongs to another model. ValueError if its adapters
-        do not fit, or if tensors are in host memory.
-        """
+        do not fit, or if tensors are in host memory."""
         self.discard()
         self.backend.expect_here("load", *_ALL)
         self._need_optimizer()
@@ -851,8 +835,7 @@ class Session:
         """The model's current whole weights, to iterate over, for example for a sampler: see
         Weights. adapters: "merged" into the weights, "without" them, or "only" them, with the
         modules trained whole. ValueError for another word, and for "only" if the model has no
-        adapters.
-        """
+        adapters."""
         known = ("merged", "only", "without")
         expect(adapters in known, f"weights({adapters!r}): expected one of {', '.join(known)}")
         expect(
@@ -882,8 +865,7 @@ class Session:
 
     def discard(self) -> None:
         """Drop the gradients added since the last update, so that the next update starts from
-        zero.
-        """
+        zero."""
         self.backend.discard_gradients()
         self._counts = set()
         self._is_closed = False
