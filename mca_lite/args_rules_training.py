@@ -97,9 +97,9 @@ _RULES = (
 class Need(NamedTuple):
     """Keys that have no effect unless a condition holds.
 
-    keys: separated by spaces. condition: as in Rule.when, such as "optim=adam". setting: a line
-    such as "bf16: true" that fulfils it. is_harmless: True if such keys only give a note; otherwise
-    they are refused.
+    keys: separated by spaces. condition: other keys' values, such as "optim=adam", written like
+    Rule.when. setting: a line such as "bf16: true" that fulfils it. is_harmless: True if such keys
+    only give a note; otherwise they are refused.
     """
 
     keys: str

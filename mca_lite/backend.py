@@ -404,10 +404,10 @@ class Backend(abc.ABC):
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face's or PEFT's name, float32 CPU tensor) of each trained tensor's
         gradient from the last forward_backward(), on global rank 0. All ranks must iterate to the
-        end.
+        end, because sharded tensors are gathered.
 
         Gradients replace the weights and are exported, so the model cannot be used afterwards.
-        Collective, as an export; a distributed optimizer's shards are gathered too."""
+        """
         self._gradients_for_weights()
         if self.finetuning.is_whole:
             for name, tensor in self._trained_weights():

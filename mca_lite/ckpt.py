@@ -266,8 +266,9 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Delete the oldest checkpoints over save_total_limit, but neither the newest nor the best
-        one. Call it after a good step from the newest one's weights. Raises CheckpointError, on
-        every rank, if deleting fails; with async_save a later call may raise it. Collective."""
+        one. Call it after a good step, which shows that the newest one's weights are good. Raises
+        CheckpointError, on every rank, if deleting fails; with async_save a later call may raise
+        it. Collective."""
         folder = self.unproven
         if folder is None:
             return

@@ -470,9 +470,9 @@ def _mine_to_write(
 
 
 def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, Any, slice]]:
-    """Yield (torch optimizer, model parameter, stepped tensor, slice of the flat parameter) for
-    each parameter that this rank steps. The stepped tensor is the parameter or its float32 master;
-    with a distributed optimizer it is a flat piece, given by the slice."""
+    """Yield (torch optimizer, model parameter, tensor that the optimizer updates, slice of the flat
+    parameter) for each parameter that this rank updates. The updated tensor is the parameter or its
+    float32 master; with a distributed optimizer it is a flat piece, given by the slice."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
@@ -556,8 +556,8 @@ def _optimizer_to_write(
 
 def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
     """This rank's piece of one optimizer state, flat and float32, on the parameter's device; zeros
-    for a state before the first step. inner, main, cut: from owned_parameters(): the torch
-    optimizer, the tensor that it steps, its slice of the parameter. name: the state's, or "master"
+    for a state before the first step. inner, main, cut: the torch optimizer, the tensor that it
+    updates, and the slice of the parameter, from owned_parameters(). name: the state's, or "master"
     for the float32 weights."""
     state = inner.state.get(main, {}).get(name)
     if name == "master":
@@ -592,10 +592,10 @@ def _fill_optimizer(
     fill_all: Callable[[list[Any]], Iterable[Any]],
     of_kinds: list[int],
 ) -> None:
-    """Fill the optimizer states that this rank steps, in place. The device also holds the whole
-    states of one parameter at a time. tensors: each parameter's sharded tensor, by its id.
-    fill_all: fills a list of sharded tensors from the files. of_kinds: the counts of updates, in
-    the order of STEPS."""
+    """Fill the optimizer states of the parameters that this rank updates, in place. The device also
+    holds the whole states of one parameter at a time. tensors: each parameter's sharded tensor, by
+    its id. fill_all: fills a list of sharded tensors from the files. of_kinds: the counts of
+    updates, in the order of STEPS."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]

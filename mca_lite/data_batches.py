@@ -686,13 +686,14 @@ def work_of(document_lengths: np.ndarray) -> np.ndarray:
 
 
 def samples_of(dataset: Any) -> Any:
-    """The dataset whose samples a Packs joins into rows; any other dataset itself."""
+    """The dataset from which a Packs dataset takes the samples that it joins into rows; any other
+    dataset is returned as it is."""
     return dataset.dataset if isinstance(dataset, Packs) else dataset
 
 
 def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
-    """The dataset with its samples replaced by change(samples). Packs keep their rows of sample
-    indices, so that their number of samples must stay the same."""
+    """The dataset with its samples replaced by change(samples). A Packs dataset keeps its rows,
+    which are lists of sample indices, so the number of samples must not change."""
     samples = change(samples_of(dataset))
     return dataset.over(samples) if isinstance(dataset, Packs) else samples
 

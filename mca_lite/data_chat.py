@@ -297,7 +297,7 @@ class ChatRenderer:
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
-        """Render a conversation with a chat template -> its samples; trained: as in render(), which
+        """Render a conversation with a chat template -> its samples. trained: see render(), which
         calls this on a copy of the renderer, because the copy's template and tools are set here."""
         expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
@@ -344,8 +344,8 @@ class ChatRenderer:
         return _for_template(messages, conversation.tools, template)
 
     def open_text(self, conversation: Conversation) -> str:
-        """The prompt for a conversation's next answer. prompt() calls this on a copy of the
-        renderer that has the conversation's options, because the copy's tools are set here."""
+        """The prompt for a conversation's next answer. It sets this renderer's tools, so prompt()
+        calls it on a copy of the renderer with the conversation's options."""
         messages, self._tools = self._for_template(conversation)
         return self._render(messages, prompt=True)
 
@@ -606,12 +606,12 @@ class ChatRenderer:
         return before, name.join(after)  # a tool's result may repeat the function's name
 
     def _prompt(self, text: str, before: str, messages: list[Message], number: int) -> int:
-        """The length in characters of answer `number`'s prompt in `text`, or -1 if it cannot be
-        located.
+        """The length in characters of answer `number`'s prompt, with which `text` begins; -1 if it
+        cannot be located.
 
-        before: the text before the answer. The prompt, rendered by itself, is a prefix of it. If
-        the template writes earlier messages differently there, the prompt ends with the header
-        that follows the previous message.
+        before: the text before the answer. It should begin with the prompt as rendered by itself.
+        If it does not, because the template writes earlier messages differently there, the prompt
+        ends with the first header after the previous message.
         """
         with contextlib.suppress(TemplateError):  # the template may refuse a part
             for prompt in self._prompts(before, messages[:number]):
@@ -811,7 +811,8 @@ def _mark_thinking(messages: list[Message]) -> list[dict[str, Any]]:
 
 def kept_of_turn(prompt: int, answer: int, limit: int) -> tuple[int, int]:
     """Numbers of tokens to keep from the start of a prompt and of its answer, at most `limit`
-    together -> (prompt tokens, answer tokens). LLaMA-Factory's infer_seqlen (0.9.5,
+    together -> (prompt tokens, answer tokens). A side shorter than half of the limit is kept whole;
+    otherwise both are cut in proportion to their lengths. From LLaMA-Factory's infer_seqlen (0.9.5,
     data/processor/processor_utils.py)."""
     if 2 * answer < limit:
         most = limit

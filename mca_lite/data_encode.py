@@ -123,8 +123,8 @@ class Tally:
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
-        """Raise ValueError if more than a tenth of the records is bad. few_records: the tenth is
-        taken of at least this many records."""
+        """Raise ValueError if more than a tenth of the records is bad. few_records: for fewer
+        records than this, more than a tenth of this number."""
         bad = self.number(BAD)
         if bad > _MAX_BAD_SHARE * max(self.records, few_records):
             raise ValueError(
@@ -480,8 +480,8 @@ class Encoder:
 
 
 def _with_target(document: Document) -> Document:
-    """The document with one more token, which is not trained. After the shift of labels every token
-    of the original is then an input, as a score of the last token needs."""
+    """The document with one more token, which is not trained: after the shift of labels every token
+    of the original is then an input, so that its last token gets a score."""
     return np.append(document, ~np.maximum(document[-1:], ~document[-1:]))
 
 

@@ -62,8 +62,9 @@ def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
 
 
 class MegatronHost:
-    """Access to the weights of VirtualModels by Hugging Face names; or for planning, to the names
-    alone, of a McaModelConfig whose model is not built yet."""
+    """Access by Hugging Face names to the weights of a model on megatron-core (VirtualModels). For
+    planning it can be made from a McaModelConfig, before the model is built: then it knows the
+    names, and there are no weights."""
 
     def __init__(self, model: Any) -> None:
         self.config = model
@@ -104,7 +105,7 @@ class MegatronHost:
 
     def read(self, keys: Collection[str]) -> NamedTensors:
         """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these Weight.keys,
-        on global rank 0 only. All ranks must iterate to the end. Collective, as iter_hf_tensors().
+        on global rank 0 only. All ranks must iterate to the end. Collective: see iter_hf_tensors().
         """
         return iter_hf_tensors(self.models, keys)
 

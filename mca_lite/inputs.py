@@ -20,7 +20,7 @@ from .tables import INPUTS, function_of, is_of_inputs
 
 class InputWork(NamedTuple):
     """FLOPs of the input modules (such as a vision tower). of_unit: per unit of input (an image
-    patch). of_square: per squared number of units in one input, for attention."""
+    patch). of_square: per square of the number of units in an input, for attention."""
 
     of_unit: float
     of_square: float

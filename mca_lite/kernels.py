@@ -250,8 +250,8 @@ def rotated_heads(
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """split_heads, then rms_norm of queries and keys, then rotate -> (query, key, value), in one
-    kernel on a GPU if d is even. mixed, bias, groups, d: as in split_heads. cos, sin, interleaved:
-    as in rotate. norms: (query weight, key weight, eps, zero_centered); None: no norms."""
+    kernel on a GPU if d is even. norms: (query weight, key weight, eps, zero_centered); None: no
+    norms. Other arguments: see split_heads() and rotate()."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
         tensors = mixed, bias, of_query, of_key, cos, sin

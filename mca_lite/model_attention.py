@@ -292,8 +292,8 @@ class SelfAttention(Attention):
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[Any, ...]:
         """(query, key, value, gate or None, RowLayout), with rotary embedding applied to query and
-        key. Norms over heads, if the model has them, are applied before it, unless
-        qk_norm_after_rope is set."""
+        key. Norms over heads, if the model has them, come before the rotation, or after it with
+        qk_norm_after_rope."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -632,8 +632,8 @@ class CoreAttention(Sharded, RowModule):
     def _attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float
     ) -> torch.Tensor:
-        """One attention call: q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: as
-        _visible() returns it."""
+        """One attention call for q queries and k keys: q [b, n, q, d], k and v [b, g, k, d] -> [b,
+        n, q, d]. mask: as _visible() returns it."""
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)

@@ -159,8 +159,8 @@ def experts_product(
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
-    """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale * x A^T
-    for all tokens of the sequence, B [V / tp, r]). hidden: the x. None if there is no adapter."""
+    """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale *
+    hidden A^T for all tokens of the sequence, B [V / tp, r]); None if there is no adapter."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 

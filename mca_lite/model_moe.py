@@ -209,8 +209,8 @@ class RouterStatistics:
     ) -> torch.Tensor:
         """The loss that the router of layer `layer` adds for a micro-batch, times loss_weight. The
         balancing loss and z loss, without coefficients, are also added to the layer's row. losses:
-        the coefficients. Other arguments are those of balancing_parts, and so is the all-reduce
-        over `group`."""
+        the coefficients. Other arguments: see balancing_parts(), whose all-reduce over `group` this
+        makes."""
         balance, z, tokens = balancing_parts(
             logits, real, losses.kind, topk, score_function, group, experts
         )
@@ -442,8 +442,9 @@ class LocalDispatcher(Dispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy tokens to rows sorted by expert, like Dispatcher. If hidden_states has a function
-        `again`, which computes it once more beside quantised weights, the rows get one too."""
+        """Copy tokens to rows sorted by expert, like Dispatcher. If hidden_states has an attribute
+        `again`, a function that computes it once more (see part_quantised.py), the rows get such a
+        function too."""
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         again = getattr(hidden_states, "again", None)
         if again is not None:
@@ -715,7 +716,7 @@ def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
 
 
 class SharedExperts(SharedExpertMLP):
-    """megatron's shared experts, on this package's linears."""
+    """megatron's shared experts, with the linears that mlp_parts() chooses."""
 
     def __init__(
         self,

@@ -193,8 +193,9 @@ def _of_any_depth(arguments: RunArguments) -> RunArguments:
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
-    """Raise ConfigError unless has_value_head, whether the model has a value head (a reward model),
-    equals `wanted`, whether the stage trains one. folder: the model's."""
+    """Raise ConfigError if the model has a value head (is a reward model) and the stage trains
+    none, or if it has none and the stage trains one. has_value_head: the model has one. wanted: the
+    stage trains one. folder: the model's."""
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"
         refuse("model_name_or_path", str(folder), reason, "stage: rm, or the model it began as")

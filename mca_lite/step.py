@@ -259,7 +259,8 @@ def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> 
     """Write the trained model and the tokenizer to a folder. Collective.
 
     With save_hf_model, the files are in Hugging Face's format, or for adapters in PEFT's format
-    alone; otherwise they are a checkpoint of the weights."""
+    without the base model; otherwise they are a checkpoint of the weights.
+    """
     if args.save_hf_model:
         backend.export_hf(folder, args.max_shard_size)
     else:

@@ -251,9 +251,11 @@ def sum_documents(
     """float32 [2, real documents]: each document's sum of log-probabilities over its labels, and
     the number of labels.
 
-    batch: arranged, with one document per row, or packed. labels, losses: [rows, s] on this rank;
-    with multi-token prediction Targets and [rows, s, more], of which the next token counts.
-    Collective under context parallelism: one sum over its group."""
+    batch: arranged, with one document per row, or packed. labels, losses: [rows, s] on this rank.
+    With multi-token prediction labels is a part_mtp.Targets and losses [rows, s, predicted tokens],
+    of which only the next token counts. Collective under context parallelism: one sum over its
+    group.
+    """
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
         labels = labels.labels
         losses = losses[..., 0]

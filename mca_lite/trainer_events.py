@@ -165,7 +165,9 @@ class RunSums:
         there were no steps.
 
         They are the metrics' means (if updates were skipped, None for a metric whose count is 0),
-        the number of skipped updates, and the last step's gradient norm and zeros."""
+        the number of skipped updates, and of the last step the gradient norm and the number of
+        zeros in the gradient.
+        """
         if self._window is self._nothing:
             return {}
         means = self._window.means(uncounted=None if self._skipped else 0.0)

@@ -172,9 +172,9 @@ class Watchdog:
     """The progress of one rank, and its part in the search for late ranks.
 
     store: the ranks' key-value store, of torch.distributed.
-    dump: rank -> the summary of its collectives.
-    stage: -> this rank's pipeline stage.
-    leave: exits the process with a code.
+    dump: function of a rank that returns the summary of its collectives.
+    stage: function that returns this rank's pipeline stage.
+    leave: function that exits the process with a code.
 
     The thread that creates a Watchdog is the one whose stack is shown. One thread calls look()
     every `poll_s` seconds, another calls mind_store(). Waiting is counted in such calls, so a
@@ -328,8 +328,8 @@ class Watchdog:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _answer(self) -> None:
-        """If a rank has put a question into the store, store this rank's phase and stack, and once
-        per question its record of collectives."""
+        """If a rank has asked, through the store, what the other ranks are doing, store this rank's
+        answer: its phase and stack, and once per question its record of collectives."""
         question = self._read("question")
         if question:
             stack, is_waiting = stack_of(self._thread_id)

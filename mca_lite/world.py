@@ -180,12 +180,12 @@ _sign: list[socket.socket] = []
 
 
 def watch_meeting() -> None:
-    """Start a thread that ends this process if another rank on this machine ends before all have
-    met.
+    """Start a thread that ends this process if another rank on this machine ends before all ranks
+    are connected. Without it the other ranks would wait, because only torchrun would end them.
 
-    Until they meet, nothing connects the ranks, and only torchrun would end those that remain. Each
-    rank binds a named socket, which the kernel removes when the process ends. Works on Linux with
-    several ranks; does nothing under torchrun."""
+    Each rank binds a named socket, which the kernel removes when the process ends. Works on Linux
+    with several ranks; does nothing under torchrun.
+    """
     here = current()
     # a script that makes its process group may set no address
     has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -199,8 +199,8 @@ def watch_meeting() -> None:
 
 
 def _look_at_ranks(name: str, rank: int) -> None:
-    """Until the ranks meet, look every second at the sockets that watch_meeting() binds, and exit
-    this process if one has gone whose rank was seen before."""
+    """Until the ranks are connected, look every second at the sockets that watch_meeting() binds,
+    and exit this process if a socket that was there before is gone: its rank has ended."""
     seen: set[str] = set()
     while not met.wait(1.0):
         there = set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
