@@ -489,9 +489,8 @@ class DistillTrainer(ScoredTrainer):
             self._chunks = self._load_teacher()
 
     def _load_teacher(self) -> list[Any]:
-        """Load the teacher, check it, and wrap it for forward passes. Returns its chunks.
-        ValueError if there is no teacher, or it does not fit. Collective.
-        """
+        """Load the teacher, check it, and wrap it for forward passes. Returns its model chunks.
+        ValueError if there is no teacher, or it does not fit. Collective."""
         teacher = self._given_teacher
         expect(
             teacher is not None,

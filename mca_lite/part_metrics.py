@@ -42,11 +42,12 @@ def check(evaluator: Evaluator) -> None:
 def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, float]:
     """Run a pass over the dataset, and call the user's compute_metrics with the results of
     preprocess_logits_for_metrics for each sample -> its metrics, named <prefix>_<name>, on every
-    rank. Collective.
+    rank. Collective. ValueError if compute_metrics does not return {name: number}.
 
     The main rank calls compute_metrics. As in transformers, position t of label_ids is the label
     predicted by position t - 1, and rows are padded with IGNORE_INDEX. Memory: a micro-batch's
-    logits, and on the main rank all results."""
+    logits, and on the main rank all results.
+    """
     trainer = evaluator.trainer
     preprocess = trainer.preprocess_logits_for_metrics
     backend = evaluator.backend
@@ -98,7 +99,7 @@ def _processed(
 ) -> tuple[torch.Tensor, ...]:
     """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. logits:
     [n, V]. labels: [n]. The function gets one position more than the document has, because
-    transformers' labels are not shifted."""
+    transformers' labels are not shifted. ValueError if it returns anything but tensors."""
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     kept = preprocess(logits, labels)

@@ -42,7 +42,8 @@ class Nf4Slice:
         return self._state["shape"]
 
     def _scales(self, first: int, last: int) -> torch.Tensor:
-        """Scales of blocks `first` up to `last`, float32; nested scales are dequantised."""
+        """Scales of blocks `first` up to `last`, float32; nested scales are dequantised. ValueError
+        if the file lacks their own scales."""
         scales = self._of["absmax"][first:last]
         nested = self._of["nested_absmax"]
         if nested is None:

@@ -316,7 +316,8 @@ def _read_pickled_index(path: Path) -> dict[str, Any]:
 
 
 def _dtype_of(folder: Path) -> Any:
-    """The torch.dtype of the weights in a folder, from its config: float32, bfloat16 or float16."""
+    """The torch.dtype of the weights in a folder, from its config: float32, bfloat16 or float16.
+    ValueError for another dtype, or a folder without a config."""
     import torch
 
     values = read_mca_config(folder)

@@ -124,7 +124,8 @@ def _chat(options: Any) -> None:
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Yield the user's non-empty lines until the end of input."""
+    """Yield the user's non-empty lines until the end of input. ValueError for text that is not
+    UTF-8."""
     while True:
         try:
             line = input(prompt).strip()
@@ -276,7 +277,7 @@ def _samples(
 ) -> list[_Sample]:
     """(prompt's token ids, expected answer or None, prompt's pictures) for each sample of `file`;
     without a file, for each with loss in the evaluation set, with its last answer as expected.
-    media: the model's."""
+    media: the model's. ConfigError for a stage whose documents have no answers."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage
@@ -291,7 +292,8 @@ def _samples(
 
 def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
     """The samples of eval_dataset or val_size, tokenised as for training but unpacked and with loss
-    on answers alone."""
+    on answers alone. ConfigError if there are none, or if the samples of val_size have trained
+    prompts."""
     from .data import load_datasets
 
     data = copy.copy(arguments.data)
@@ -310,7 +312,7 @@ def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
 
 def _of_file(file: str, tokenizer: Any, data: Any, media: Any) -> list[_Sample]:
     """(prompt's token ids, expected answer or None, prompt's pictures) for each record of a file.
-    data: DataArguments. media: the model's."""
+    data: DataArguments. media: the model's. ConfigError if the file has no record."""
     from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
     from .data_records import detect_format, prompt_and_answer

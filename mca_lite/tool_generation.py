@@ -142,7 +142,8 @@ def load_for_generation(
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
     """(name, folder) of the model from which the run or adapter in `folder` was trained. base: its
-    name if the user gave one. keys: the run's keys about the model that it started from."""
+    name if the user gave one. ConfigError if the model is unknown or cannot be found. keys: the
+    run's keys about the model that it started from."""
     path = folder / ADAPTER_CONFIG_NAME
     of_adapter = read_json(path) if path.is_file() else {}
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
@@ -260,7 +261,8 @@ def pictures_before(
     document: dict[str, Any], ids: list[int], model: Any
 ) -> dict[str, torch.Tensor]:
     """The columns (such as pixel_values) of the pictures and videos in a document's prompt; {} if
-    there is none. ids: the prompt, which is the document's beginning."""
+    there is none. ids: the prompt, which is the document's beginning. ValueError if the document's
+    pixels were not read on this rank."""
     if not any(map(is_of_inputs, document)):
         return {}
     from .part_pictures_data import COLUMNS_OF, merged_grids

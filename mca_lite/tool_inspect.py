@@ -93,7 +93,7 @@ def _inspect(words: list[str], options: Any) -> int | None:
 
 def _read(words: list[str]) -> tuple[Any, str]:
     """(run.Plan, message for a bad record that would stop a run, or ""). If there is such a record,
-    the plan skips bad records."""
+    the plan skips bad records. ConfigError for a run with streaming."""
     arguments = _arguments(words)
     if arguments.streaming:
         remedy = "streaming=false max_samples=1000"
