@@ -9,6 +9,7 @@ and unknown ones stay as comments, with the reason, or the nearest key. Exit cod
 refused or unknown keys.
 """
 
+import contextlib
 import difflib
 import fnmatch
 import json
@@ -17,6 +18,7 @@ import shlex
 import string
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +34,13 @@ from .tool_migrate_tables import ROWS, SIGNS
 _ENTRY = "set in dataset_info.json: "
 LEFT = 3  # the exit code where keys are refused or unknown
 ROW = re.compile(r"(?m)^(?:@(\S+) )?([^\s:=]+)(?:=([^\s:]+))?: ([^|\n]+)(?:\| (.*))?$")
-_VARIABLE = re.compile(r"(?m)^\s*(?:export )?(\w+)=(\S+)\s*$")
+_VARIABLE = re.compile(r"(?s)\s*(?:export )?(\w+)=(\"[^\"]*\"|'[^']*'|\S+)\s*(?:#.*)?")
+_TEST = re.compile(r"\s*if \[ (\S+) ==? (\S+) \]")
 _RANKS = re.compile(r"(?i)nproc_per_node[= ](\d+)")
-_EXPR = re.compile(r"\$\(expr (\d+) / (\d+)\)")
-_SCRIPT = re.compile(r"(sft|dpo|kto|reward|orpo|cpo|gkd|grpo|rloo|ppo|online_dpo)\w*")
+_EXPR = re.compile(r"\$\(expr (\d+)((?: / \d+)+)\)")
+_SCRIPT = re.compile(
+    r"(sft|dpo|mpo|kto|reward|orpo|cpo|gkd|grpo|rloo|ppo|online_dpo|rlhf\b|pt\b)\w*"
+)
 _PROGRAMS = {"swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
 
 
@@ -141,23 +146,62 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
     """(name of the trainer, {option: raw value}, beginning of the launching command) for the first
-    command of ms-swift, TRL or mcore_adapter in a shell script. UserError if there is none."""
+    command of ms-swift, TRL or mcore_adapter in a shell script. Of an `if` that compares two words
+    the branch that bash takes is read, of other ones both. UserError if there is no command."""
     text = path.read_text().replace("\\\n", " ")
-    variables = dict(_VARIABLE.findall(text))
-    for line in text.splitlines():
+    variables: dict[str, str] = {}
+    is_left_out: bool | None = None  # None: no comparison is open
+    for line in _whole_lines(path, text):
         line = string.Template(line).safe_substitute(variables)
-        line = _EXPR.sub(lambda found: str(int(found[1]) // int(found[2])), line)
-        words = shlex.split(line, comments=True)
+        line = _EXPR.sub(lambda found: str(_quotient(*found.groups())), line)
+        if test := _TEST.match(line):
+            is_left_out = test[1].strip("\"'") != test[2].strip("\"'")
+        elif line.strip() in ("else", "fi") and is_left_out is not None:
+            is_left_out = None if line.strip() == "fi" else not is_left_out
+        if is_left_out:
+            continue
+        if assigned := _VARIABLE.fullmatch(line):
+            variables[assigned[1]] = assigned[2].strip("\"'")
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:  # a quotation mark within a variable
+            raise UserError(f"{path}: {error} in {line!r:.80}") from None
         for place, word in enumerate(words):
             form, method = _program(word, words[place + 1 :])
             if form:
                 options = _options(words[place:])
-                if config := options.pop("config", ""):
+                if isinstance(config := options.get("config"), str):
                     options = _flat(read_config_file(path.parent / config)) | options
+                    del options["config"]
                 ranks = _RANKS.search(f"{text} {line}")
                 launch = f"torchrun --nproc_per_node {ranks[1] if ranks else '<GPUs>'}"
                 return form, {"method": method} | options, launch
     raise UserError(f"{path}: no command of ms-swift, TRL or mcore_adapter: expected its options")
+
+
+def _whole_lines(path: Path, text: str) -> Iterator[str]:
+    """The lines of a shell script. A line whose quotation is open is joined with those up to its
+    end. UserError if there is none."""
+    held = ""
+    for line in text.splitlines():
+        held = f"{held}\n{line}" if held else line
+        try:
+            shlex.split(held, comments=True)
+        except ValueError:
+            continue
+        yield held
+        held = ""
+    if held:
+        start = held.partition("\n")[0]
+        raise UserError(f"{path}: expected the end of the quotation that begins in {start!r}")
+
+
+def _quotient(number: str, divisors: str) -> int:
+    """120 / 4 / 2 of `expr`, as _EXPR finds its numbers."""
+    value = int(number)
+    for divisor in divisors.split("/")[1:]:
+        value //= int(divisor)
+    return value
 
 
 def _program(word: str, rest: list[str]) -> tuple[str, str]:
@@ -194,7 +238,7 @@ def migrated(form: str, values: dict[str, Any]) -> list[Line]:
     of the file."""
     rows = [Row(*found) for found in ROW.findall(ROWS[form])]
     tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
-    tags |= {key for key, value in values.items() if value not in ("false", "0", "0.0")}
+    tags |= {key for key, value in values.items() if str(value) not in ("false", "0", "0.0")}
     taken: dict[str, Any] = {}
     lines = []
     for key, value in values.items():
@@ -221,6 +265,8 @@ def _line(row: Row | None, key: str, value: Any) -> Line:
     keys = {}
     for word in words.split():
         name, equals, text = word.partition("=")
+        for place, item in enumerate(value if isinstance(value, list) else []):
+            text = text.replace(f"{{{place}}}", _shown(item))
         keys[name] = text.replace("{}", _shown(value)) if equals else value
     return Line(key, value, keys, "taken", note)
 
@@ -244,16 +290,21 @@ def _looked_up(key: str, value: Any) -> Line:
 
 def _checked(line: Line, taken: dict[str, Any]) -> Line:
     """The line itself, or the line marked as "refused" with a note: if a value is not valid for its
-    key of this package, or if an earlier line has set that key. Adds the keys of an accepted line
+    key of this package, or if an earlier line has set that key to another value. Keys with the same
+    value are left out, and a line without others has no effect. Adds the keys of an accepted line
     to `taken`, {key: value}, in place."""
-    wrong = [f"{key} is {taken[key]} above" for key in line.keys if key in taken]
+    keys = {key: value for key, value in line.keys.items() if str(taken.get(key)) != str(value)}
+    if line.keys and not keys:
+        name = next(iter(line.keys))
+        return Line(line.key, line.value, {}, "without effect", f"{name} is {taken[name]} above")
+    wrong = [f"{key} is {taken[key]} above" for key in keys if key in taken]
     for group in key_groups():
-        found = check_keys(group, **{key: _text(value) for key, value in line.keys.items()})
+        found = check_keys(group, **{key: _text(value) for key, value in keys.items()})
         wrong += [f"{problem.reason}: {problem.suggestion}" for problem in found]
     if wrong:
-        return line._replace(keys={}, fate="refused", note="; ".join(wrong))
-    taken |= line.keys
-    return line
+        return Line(line.key, line.value, {}, "refused", "; ".join(wrong))
+    taken |= keys
+    return Line(line.key, line.value, keys, line.fate, line.note)
 
 
 def _datasets(value: Any, key: str = "dataset", *stages: str) -> tuple[dict[str, Any], str, str]:
@@ -286,7 +337,10 @@ def _fits(value: Any, patterns: str) -> bool:
 
 def _text(value: Any) -> Any:
     """A value, with text such as "[a, b]" or "{a: 1}" parsed as YAML."""
-    return loads_yaml(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        with contextlib.suppress(yaml.YAMLError):  # a chat template begins so too
+            return loads_yaml(value)
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -297,7 +351,10 @@ def _shown(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     try:
-        is_plain = loads_yaml(f"x: {value}") in ({"x": value}, {"x": _text(value)})
+        is_plain = "\n" not in value and loads_yaml(f"x: {value}") in (
+            {"x": value},
+            {"x": _text(value)},
+        )
     except yaml.YAMLError:
         is_plain = False
     return value if is_plain else json.dumps(value)

@@ -6,8 +6,9 @@ is looked up among this package's keys and aliases. VALUES `absent`: the row is 
 the key, and NOTE names the default.
 
 WORDS is one of: keys of this package, which get the same value; key=value, where {} stands for the
-file's value; `datasets`, with the key and the stage to set for a list of datasets; -, for a key
-without effect, with the reason in NOTE; !, for a refused key, with the remedy in NOTE.
+file's value and {0}, {1} for the items of a list; `datasets`, with the key and the stage to set for
+a list of datasets; -, for a key without effect, with the reason in NOTE; !, for a refused key, with
+the remedy in NOTE.
 
 TAGS are alternatives, separated by commas: words that the file must have, joined by +. A file has
 the keys that are not false or 0, its values, and the words of `method`, a script's command; without
@@ -41,6 +42,9 @@ freeze_aligner: freeze_multi_modal_projector
 freeze_llm: freeze_language_model
 max_pixels: image_max_pixels
 """
+_SHARE = """
+warmup_steps=0.*: warmup_ratio | a share of the steps
+"""
 _DISTILLED = """
 @gkd beta=0,0.0: distill_loss=forward_kl | 0 is forward KL
 @gkd beta=1,1.0: distill_loss=reverse_kl | 1 is reverse KL
@@ -56,7 +60,7 @@ answers are the data's
 
 TRL = f"""
 method=*sft: stage=sft
-method=*dpo: stage=dpo
+method=*dpo,*mpo: stage=dpo
 method=*kto: stage=kto
 method=*reward*: stage=rm
 method=*orpo: stage=dpo pref_loss=orpo
@@ -71,6 +75,8 @@ max_length=absent: cutoff_len=1024 | TRL's default
 {_DISTILLED}
 beta: pref_beta
 @sft loss_type=nll: - | it is the loss of stage sft
+@sft assistant_only_loss=absent: ! | train_on_prompt: true for conversations, of which all tokens \
+are trained there; of prompt and completion the completion is
 @kto loss_type=kto: - | it is the loss of stage kto
 load_in_8bit=true: quantization_bit=8
 load_in_4bit=true: quantization_bit=4
@@ -94,7 +100,11 @@ learning_rate=absent: learning_rate=1e-6 | TRL's default
 output_dir=absent: output_dir=trainer_output | Trainer's default
 @kto train_sampling_strategy=absent: disable_shuffling=true | TRL's default for KTO
 num_processes: - | torchrun decides it
-"""
+eval_strategy=no: eval_strategy
+@test_split_size eval_strategy: eval_strategy
+@test_split_size eval_steps: eval_steps
+eval_strategy,eval_steps: ! | eval_dataset: <the set's test split>, and this key
+{_SHARE}"""
 
 MS_SWIFT = f"""
 method=*sft: stage=sft
@@ -187,7 +197,6 @@ attention_backend: - | transformer_impl decides it
 attn_impl: - | transformer_impl decides it
 use_precision_aware_optimizer: - | exp_avg_dtype and exp_avg_sq_dtype decide it
 merge_lora: save_merged_model
-fp8_format=e4m3: ! | fp8: hybrid
 fp8_format: fp8
 fp8_recipe=delayed,blockwise,tensorwise: fp8_recipe
 fp8_param_gather,gradient_accumulation_fusion: - | a switch for memory or speed of that engine
@@ -195,10 +204,15 @@ decoder_first_pipeline_num_layers,decoder_last_pipeline_num_layers: ! | \
 pipeline_model_parallel_layout, such as Ett|tttL
 @megatron recompute_granularity=absent: recompute_granularity=selective | ms-swift's default
 recompute_granularity=none: - | it is the default
+moe_shared_expert_overlap: - | a switch for speed, for models with shared experts
+metric_for_best_model=rouge-l: metric_for_best_model=rouge_l
+@dist_muon use_distributed_optimizer=absent: use_distributed_optimizer=false | Muon's states are \
+whole
 @megatron use_distributed_optimizer=absent: use_distributed_optimizer=true | ms-swift's default
 save: output_dir
 load: model_name_or_path
 save_interval: save_steps
+save_total_limit=-1: - | all are kept
 eval_interval: eval_steps
 log_interval: logging_steps
 eval_iters: ! | max_samples in the entry of the set, or a smaller val_size
@@ -207,7 +221,7 @@ task_type=seq_cls,embedding,reranker,generative_reranker: ! | stage: rm is the o
 load_from_cache_file: - | overwrite_cache decides it
 lazy_tokenize: - | streaming decides it
 model_author,model_name: - | of the set swift/self-cognition alone
-{_IMAGES}
+{_IMAGES}{_SHARE}
 {_DISTILLED}
 @simpo beta=absent: pref_beta=2.0 | ms-swift's default
 @simpo simpo_gamma=absent: simpo_gamma=1.0 | ms-swift's default
@@ -242,11 +256,11 @@ data_parallel_sharding_strategy,batch_p2p_comm,align_*,cp_comm_type,cp_partition
 sequence_packing_scheduler,overlap_param_gather_with_optimizer_step,nccl_comm_warmup,\
 microbatch_group_size_per_vp_stage,tensorboard_*,wandb_project,wandb_exp_name,fp8_amax_*,\
 attention_softmax_in_fp32,apply_query_key_layer_scaling,bridge_backend,save_missing_weights,\
-vit_attn_impl,skip_megatron_init,mtp_*,language_model_only,main_grads_dtype,main_params_dtype,\
+vit_attn_impl,skip_megatron_init,mtp_decoder*,mtp_shared*,language_model_only,main_grads_dtype,main_params_dtype,\
 resume_only_model,_*,teacher_tag_key,val_dataset_shuffle,stopping_strategy: \
 - | of that program alone
-enable_dft_loss,enable_channel_loss,acc_strategy,mrl_dims,eval_metric,callbacks,eval_*,\
-extra_eval_args,lisa_*,num_labels,problem_type,max_model_len,norm_bbox,response_prefix,\
+enable_dft_loss,enable_channel_loss,acc_strategy,mrl_dims,eval_metric,callbacks,eval_dataset*,\
+eval_generation_config,eval_limit,extra_eval_args,lisa_*,num_labels,problem_type,max_model_len,norm_bbox,response_prefix,\
 add_non_thinking_prefix,disable_ignore_empty_think,disable_auto_column_mapping,\
 custom_dataset_info,decision_*,hqq_axis,stop_words,logprobs,top_logprobs,structured_*,\
 freeze_parameters*,trainable_parameters*,target_regex,target_parameters,lora_bias,lora_dtype,\
@@ -258,8 +272,8 @@ real_tau,fipo_*,cosine_*,repetition_*,soft_*,max_resample_times,wandb_log_unique
 rollout_*,off_policy_*,log_entropy,top_entropy_quantile,router_replay_mode,move_model_batches,\
 completion_length_limit_scope,lr_warmup_init,lr_decay_iters,lr_wsd_*,weight_decay_incr_style,\
 start_weight_decay,end_weight_decay,muon_scalar_optimizer,muon_lr,muon_min_lr,engram_*,dsa_*,\
-csa_*,apply_*,use_fused_mhc,mhc_*,megatron_extra_kwargs,linear_decoupled_in_proj,sft_alpha: \
-! | the key left out: there is nothing like it here
+csa_*,apply_dsa*,apply_wd*,use_fused_mhc,mhc_*,megatron_extra_kwargs,linear_decoupled_in_proj,\
+sft_alpha: ! | the key left out: there is nothing like it here
 """
 
 AXOLOTL = f"""
@@ -364,6 +378,8 @@ float16: fp16
 tf32,float32: - | bf16 decides it: float32 products keep their precision
 fp8=true: fp8=hybrid
 gradient_checkpointing=offload: recompute_granularity=full activation_offloading=true
+gradient_checkpointing=true: recompute_granularity=full
+activation_offloading=legacy,disk: activation_offloading=true
 use_reentrant: - | recompute_granularity decides it
 attn_implementation,flash_attention,sdp_attention,xformers_attention,flex_attention,\
 eager_attention,flash_attn_*,flash_optimum,s2_attention,fused_attn_kernel,flex_attn_*,\
@@ -416,68 +432,155 @@ output_dir=absent: output_dir=model-out | axolotl's default
 """
 
 AUTOMODEL = """
-recipe,*._target_,*._partial_,wandb.*,dist_env.*,rng.ranked: - | of that program alone
+recipe=knowledgedistillation*: stage=distill
+recipe=trainfinetune*nexttoken*,finetunerecipeforvlm,benchmarking*: - | stage: sft is the default
+recipe: ! | stage: sft, pt or distill
+ci.*,benchmark.*,nvtx,skypilot.*,slurm.*,wandb.*,mlflow.*,comet.*,dist_env.*,rng.ranked,\
+moe_metrics.*: - | of that program alone
 model.pretrained_model_name_or_path: model_name_or_path
+model.config,model.config.pretrained_model_name_or_path,model.config.name_or_path: \
+model_name_or_path train_from_scratch=true
+teacher_model.pretrained_model_name_or_path: teacher_model_name_or_path
+teacher_*,separate_meshes,offload_teacher_model: - | the teacher has the student's layout
 model.torch_dtype=bfloat16,torch.bfloat16,bf16: bf16=true
-model.torch_dtype=absent: bf16=true | Automodel's default
-model.attn_implementation,model.use_liger_kernel,model.backend.*: - | transformer_impl decides it
+model.torch_dtype=*float32,fp32: bf16=false
+model.torch_dtype=auto,absent: bf16=true | Automodel's default
+model.trust_remote_code,model.config.trust_remote_code: trust_remote_code
+model.mtp_loss_scaling_factor: mtp_loss_scaling_factor
+model.num_nextn_predict_layers: mtp_num_layers
+model.attn_implementation,model.backend.*,model.use_*,model.force_hf,model.text_config.use_cache,\
+model.text_config.output_hidden_states,model.output_hidden_states: - | transformer_impl decides it
+model*_target_: - | of that program alone
+model.config.*,model.text_config.*: ! | config.json in model_name_or_path
 step_scheduler.global_batch_size: global_batch_size | of all devices, per update
 step_scheduler.local_batch_size: per_device_train_batch_size | of a device, in one forward pass
+@step_scheduler.max_steps step_scheduler.num_epochs: ! | max_steps alone counts here, there what \
+is reached first
 step_scheduler.num_epochs: num_train_epochs
 step_scheduler.max_steps: max_steps
 step_scheduler.ckpt_every_steps: save_steps
-step_scheduler.val_every_steps: eval_strategy=steps eval_steps
+@validation_dataset.path_or_dataset,validation_dataset.path_or_dataset_id,\
+validation_dataset.dataset_name step_scheduler.val_every_steps: eval_strategy=steps eval_steps
+step_scheduler.val_every_steps: - | there is nothing to evaluate on
+step_scheduler.*: - | of that program alone
 rng.seed: seed
+optimizer._target_=*adam,*adamw: optim=adam | weight decay is AdamW's
+optimizer._target_=*muon: optim=muon
+optimizer._target_: ! | optim: adam, muon, sgd, or register_optimizer
 optimizer.lr: learning_rate
-optimizer.betas: ! | adam_beta1 and adam_beta2, its two numbers
+optimizer.betas: adam_beta1={0} adam_beta2={1}
 optimizer.eps: adam_epsilon
 optimizer.weight_decay: weight_decay
+optimizer.exp_avg_dtype=*bfloat16: exp_avg_dtype=bf16
+optimizer.exp_avg_sq_dtype=*bfloat16: exp_avg_sq_dtype=bf16
+optimizer.*: - | one kernel updates all, with states and masters in float32
+lr_scheduler.lr_decay_style=cosine: lr_scheduler_type=cosine_with_min_lr
+lr_scheduler.lr_decay_style=wsd: lr_scheduler_type=warmup_stable_decay
 lr_scheduler.lr_decay_style: lr_scheduler_type
 lr_scheduler.lr_warmup_steps: warmup_steps
+@lr_scheduler.lr_decay_style,lr_scheduler.min_lr lr_scheduler.lr_warmup_steps=absent: \
+warmup_ratio=0.1 | Automodel's default, there from a tenth of the rate and of 1,000 steps at most
+@constant lr_scheduler.min_lr: - | the rate is constant
+@linear lr_scheduler.min_lr: ! | lr_scheduler_type: cosine_with_min_lr has one
 lr_scheduler.min_lr: lr_scheduler_kwargs={"min_lr":{}}
+@cosine lr_scheduler.min_lr=absent: lr_scheduler_kwargs={"min_lr_rate":0.01} | Automodel's default
+@lr_scheduler.min_lr,lr_scheduler.lr_warmup_steps lr_scheduler.lr_decay_style=absent: \
+lr_scheduler_type=cosine_with_min_lr | Automodel's default
+lr_scheduler.lr_decay_style=absent: lr_scheduler_type=constant | there is no schedule
+distributed.activation_checkpointing=true: recompute_granularity=full
+distributed.activation_checkpointing=selective: recompute_granularity=selective
+parallelizer.activation_checkpointing=true: recompute_granularity=full
+distributed.*_size=none: - | torchrun and the other sizes decide it
 distributed.tp_size: tensor_model_parallel_size
 distributed.pp_size: pipeline_model_parallel_size
 distributed.cp_size: context_parallel_size
 distributed.ep_size: expert_model_parallel_size
 distributed.sequence_parallel: sequence_parallel
-distributed.*,distributed_config.*: - | torchrun and the parallel keys decide it
+distributed.*,distributed_config.*,parallelizer.*,autopipeline.*: - | torchrun and the parallel \
+keys decide it
 peft.dim: finetuning_type=lora lora_rank
 peft.alpha: lora_alpha
 peft.dropout: lora_dropout
+@peft._target_ peft.dim=absent: finetuning_type=lora lora_rank=8 | Automodel's default
+@peft._target_ peft.alpha=absent: lora_alpha=32 | Automodel's default
 peft.match_all_linear=true: lora_target=all
+peft.target_modules=[*]_proj: lora_target=all
 peft.target_modules: lora_target
+peft.exclude_modules: ! | lora_target: <the names without them>
+peft.use_dora=true: ! | use_rslora: true
 peft.*: - | of that program alone
+quantization.load_in_4bit=true: quantization_bit=4
+quantization.load_in_8bit=true: quantization_bit=8
+quantization.bnb_4bit_quant_type: quantization_type
+quantization.*: - | quantization_bit decides it
 packed_sequence.packed_sequence_size=0: packing=false
 packed_sequence.packed_sequence_size: packing=true cutoff_len
 packed_sequence.*: - | packing decides it
+dataset._target_=*megatronpretraining,*nanogptdataset: stage=pt
+dataset._target_=*mock*: ! | dataset: <files>; tokens are random there
+dataset.paths,dataset.file_pattern: ! | dataset: <files of texts>: indexed ones are not read
 dataset.path_or_dataset,dataset.path_or_dataset_id,dataset.dataset_name: datasets
-dataset.seq_length: cutoff_len
+dataset.seq_length,dataset.seq_len,dataset.max_length: cutoff_len
+dataset.limit_dataset_samples,dataset.num_samples_limit: max_samples | of each set
+dataset.seed,dataset.shuffle_seed: data_seed
+dataset.answer_only_loss_mask=false: train_on_prompt=true
 validation_dataset.path_or_dataset,validation_dataset.path_or_dataset_id,\
 validation_dataset.dataset_name: datasets eval_dataset
+validation_dataset.seq_length,validation_dataset.max_length: - | cutoff_len decides it
+*dataset.chat_template: chat_template
 *dataset.split=train: - | it is the default
+*dataset.tokenizer*,*dataset.processor*,tokenizer.*: - | the model's folder decides it
+*dataset._target_,*dataset.padding,*dataset.trunc*,*dataset.pad_to_*,*dataset.answer_only_*,\
+*dataset.shuffle*: - | records show their format, and samples are cut at the end
 *dataset.*: ! | the set's entry in dataset_info.json, with subset, split and columns
 dataloader.*,validation_dataloader.*,loss_fn.*: - | the stage decides it
+kd_ratio=1,1.0: - | it is the divergence alone
+kd_ratio=0.5: distill_ce_weight
+kd_ratio: ! | distill_ce_weight: 1 - {}
+@teacher_model.pretrained_model_name_or_path kd_ratio=absent: distill_ce_weight=0.5 | \
+Automodel's default
+kd_loss_fn.temperature: distill_temperature
+kd_loss_fn.*: - | distill_loss: forward_kl is the default
+processor.min_pixels: image_min_pixels
+processor.max_pixels: image_max_pixels
+processor.*: - | the model's folder decides it
+freeze_config.freeze_vision_tower: freeze_vision_tower
+freeze_config.freeze_language_model: freeze_language_model
+freeze_config.freeze_audio_tower: - | pictures and videos are read beside text
+freeze_config.*=false: - | it is off
+freeze_config.*: ! | finetuning_type: freeze, with freeze_trainable_layers and modules
+compile.enabled: torch_compile
+compile.*: - | torch_compile decides it
+fp8.enabled=true: fp8=hybrid
+fp8.*: - | fp8 decides it
 checkpoint.checkpoint_dir: output_dir
-checkpoint.model_save_format,checkpoint.save_consolidated,checkpoint.enabled: - | save_hf_model \
-and save_hf_checkpoints decide it
+checkpoint.*: - | save_hf_model and save_hf_checkpoints decide it
 checkpoint.checkpoint_dir=absent: output_dir=checkpoints | Automodel's default
 clip_grad_norm.max_norm: max_grad_norm
+*._target_,*._partial_: - | of that program alone
 """
 
 TORCHTITAN = """
 job.dump_folder: output_dir
 job.dump_folder=absent: output_dir=outputs | torchtitan's default
+training.seed,debug.seed: seed
 job.*,profiling.*,metrics.*,comm.*,experimental.*,debug.*,fault_tolerance.*: - | of that program \
 alone
-model.hf_assets_path: model_name_or_path | a folder with config.json and weights
+model.hf_assets_path,hf_transformers.model: model_name_or_path | a folder with config.json and \
+weights
+model.converters=*float8*: fp8=hybrid
+model.converters: ! | fp8: hybrid
+@model.hf_assets_path,hf_transformers.model model.name,model.flavor: - | config.json decides it
 model.name,model.flavor,model.*: ! | model_name_or_path: <a folder with config.json>, and \
 train_from_scratch: true for random weights
+encoder.*,inference.*,data.*: ! | the key left out: text alone is trained so
 checkpoint.initial_load_in_hf=true: train_from_scratch=false
 checkpoint.initial_load_in_hf=absent: train_from_scratch=true | weights are random there
 checkpoint.enable,checkpoint.folder: - | save_strategy and output_dir decide it
 checkpoint.interval: save_steps
 checkpoint.async_mode=disabled: async_save=false
 checkpoint.async_mode: async_save=true
+checkpoint.keep_latest_k=0: - | all are kept
 checkpoint.keep_latest_k: save_total_limit
 checkpoint.*: - | of that program alone
 training.local_batch_size: per_device_train_batch_size | of a device, in one forward pass
@@ -489,12 +592,14 @@ training.max_norm: max_grad_norm
 training.local_batch_size=absent: per_device_train_batch_size=8 | torchtitan's default
 training.steps=absent: max_steps=10000 | torchtitan's default
 training.dataset_path: datasets
+@training.dataset_path training.dataset: - | the files decide it
 training.dataset: ! | dataset: <files, or a set of the hub>
 training.mixed_precision_param=bfloat16: bf16=true
+training.mixed_precision_param=float32: bf16=false
 training.mixed_precision_param=absent: bf16=true | torchtitan's default
-training.seed,debug.seed: seed
 training.*: - | of that program alone
 optimizer.name=adam,adamw: optim=adam
+optimizer.name: ! | optim: adam, muon, sgd, or register_optimizer
 optimizer.lr: learning_rate
 optimizer.lr=absent: learning_rate=8e-4 | torchtitan's default
 optimizer.beta1: adam_beta1
@@ -503,12 +608,18 @@ optimizer.beta2=absent: adam_beta2=0.95 | torchtitan's default
 optimizer.eps: adam_epsilon
 optimizer.weight_decay: weight_decay
 optimizer.weight_decay=absent: weight_decay=0.1 | torchtitan's default
-optimizer.implementation: - | one kernel updates all
+optimizer.*: - | one kernel updates all, in every step
 lr_scheduler.warmup_steps: warmup_steps
 lr_scheduler.warmup_steps=absent: warmup_steps=200 | torchtitan's default
+@lr_scheduler.min_lr_factor lr_scheduler.decay_type=cosine: - | min_lr_factor decides it
 lr_scheduler.decay_type: lr_scheduler_type
-lr_scheduler.min_lr_factor: lr_scheduler_kwargs={"min_lr_rate":{}}
-lr_scheduler.decay_ratio: ! | lr_scheduler_kwargs: {num_decay_steps: <steps>}
+lr_scheduler.min_lr_factor=0,0.0: - | it is the default
+@cosine lr_scheduler.min_lr_factor: lr_scheduler_type=cosine_with_min_lr \
+lr_scheduler_kwargs={"min_lr_rate":{}}
+lr_scheduler.min_lr_factor: ! | lr_scheduler_type: cosine_with_min_lr has one
+lr_scheduler.decay_ratio=0,0.0: ! | lr_scheduler_type: constant_with_warmup
+lr_scheduler.decay_ratio: ! | lr_scheduler_type: warmup_stable_decay, and lr_scheduler_kwargs: \
+{num_decay_steps: <{} of max_steps>, decay_type: linear}
 parallelism.tensor_parallel_degree: tensor_model_parallel_size
 parallelism.pipeline_parallel_degree: pipeline_model_parallel_size
 parallelism.context_parallel_degree: context_parallel_size
@@ -520,7 +631,14 @@ activation_checkpoint.mode: recompute_granularity
 activation_checkpoint.*: - | recompute_granularity decides it
 compile.enable: torch_compile
 compile.*,float8.*,quantize.*: - | fp8 and torch_compile decide it
-validation.*: ! | eval_dataset, eval_strategy and eval_steps
+@validation.enable validation.enable: eval_strategy=steps
+@validation.enable validation.freq: eval_steps
+@validation.enable validation.dataset_path: datasets eval_dataset
+@validation.enable+validation.dataset_path validation.dataset: - | the files decide it
+@validation.enable validation.dataset: ! | eval_dataset: <files, or a set of the hub>
+@validation.enable validation.local_batch_size: per_device_eval_batch_size
+@validation.enable validation.*: ! | max_samples in the set's entry of dataset_info.json
+validation.*: - | validation.enable is off
 """
 
 # "Hugging Face": files of mcore_adapter, LLaMA-Factory and Trainer, whose keys are this package's
@@ -531,5 +649,5 @@ ROWS = {
     "TRL": TRL,
     "NeMo Automodel": AUTOMODEL,
     "torchtitan": TORCHTITAN,
-    "Hugging Face": "method: - | the stage decides it",
+    "Hugging Face": f"method: - | the stage decides it{_SHARE}",
 }
