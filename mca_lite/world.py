@@ -192,18 +192,26 @@ def watch_meeting() -> None:
     is_bare = here.size > 1 and has_address and "TORCHELASTIC_RUN_ID" not in os.environ
     if is_bare and not _sign and _SOCKETS.exists():
         name = f"mca_lite-{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}-"
+        # imports may hold up the thread's first look for seconds
+        seen = _ranks_there(name)
         _sign.append(socket.socket(socket.AF_UNIX))
         with contextlib.suppress(OSError):  # the name may be too long for the kernel
             _sign[0].bind(f"\0{name}{here.rank}")
-        threading.Thread(target=_look_at_ranks, args=[name, here.rank], daemon=True).start()
+        threading.Thread(target=_look_at_ranks, args=[name, here.rank, seen], daemon=True).start()
 
 
-def _look_at_ranks(name: str, rank: int) -> None:
+def _ranks_there(name: str) -> set[str]:
+    """Ranks whose sockets of this name, bound by watch_meeting(), exist on this machine."""
+    return set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
+
+
+def _look_at_ranks(name: str, rank: int, seen: set[str]) -> None:
     """Until the ranks are connected, look every second at the sockets that watch_meeting() binds,
-    and exit this process if a socket that was there before is gone: its rank has ended."""
-    seen: set[str] = set()
+    and exit this process if a socket that was there before is gone: its rank has ended.
+
+    seen: the ranks that were there when this one started."""
     while not met.wait(1.0):
-        there = set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
+        there = _ranks_there(name)
         gone = seen - there
         seen = there
         if gone and not met.wait(5.0):  # this rank may end by itself, with a better message
