@@ -13,7 +13,10 @@ def main(families: list[str]) -> int:
     if unknown := [name for name in families if name not in known]:
         sys.exit(f"{', '.join(unknown)}: no family of golden runs; they are {', '.join(known)}")
     cells = [cell for cell in golden.CELLS if not families or cell[0] in families]
-    found = golden.curves(cells)
+    found: dict[str, dict] = {}
+    for group in golden.worlds(cells):
+        for family, own in golden.curves(group).items():
+            found.setdefault(family, {}).update(own)
     changed = []
     for family, layout in cells:
         old = golden.kept(family).get(layout)
