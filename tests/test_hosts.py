@@ -22,7 +22,7 @@ HOSTS, STEPS = 4, 6
 CUT_OFF = 3  # the host without a cable
 SLOW = 2
 DDP_TIMEOUT_S = 12
-LEAVE_S = 8  # more, for agents to see that their ranks have left
+LEAVE_S = 30  # more, for agents to see that their ranks have left: 3 s on two cores
 KEYS = dict(
     steps=STEPS, count=20, save_strategy="steps", save_steps=2, ddp_timeout=DDP_TIMEOUT_S,
     hang_timeout=3,

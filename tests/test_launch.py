@@ -271,7 +271,7 @@ def test_the_job_of_two_hosts_is_queued_again_after_its_signal_and_goes_on(tmp_p
         assert len(agents) == 2
         for agent in agents:  # as SLURM does with --signal=USR1@300
             agent.send_signal(signal.SIGUSR1)
-        said = first.communicate(timeout=120)[0]
+        said = first.communicate(timeout=240)[0]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first.pid, signal.SIGKILL)

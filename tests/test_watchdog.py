@@ -621,7 +621,7 @@ def test_a_rank_whose_torchrun_has_gone_stops_as_at_sigterm(monkeypatch, capsys)
     time.sleep(0.1)
     assert not signals, "no torchrun started it"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    for _ in range(500):
+    for _ in range(2000):
         if signals:
             break
         time.sleep(0.01)
@@ -652,7 +652,7 @@ def test_a_worker_of_the_data_loader_ends_with_its_rank(tmp_path):
     codes, _ = world.exits(leave_with_a_busy_worker, 1, str(tmp_path / "pid"))
     assert codes == [HANG_EXIT_CODE]
     worker = int((tmp_path / "pid").read_text())
-    for _ in range(100):
+    for _ in range(400):
         if not os.path.exists(f"/proc/{worker}"):
             return
         time.sleep(0.05)

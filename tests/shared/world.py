@@ -149,7 +149,7 @@ def end_when_told() -> None:
 
 
 def exits(
-    function, ranks: int, *args, timeout_s: float = 60, wait_for: list[int] | None = None, **kwargs
+    function, ranks: int, *args, timeout_s: float = 240, wait_for: list[int] | None = None, **kwargs
 ) -> tuple[list[int | None], float]:
     """(the exit code of each rank, None of one that still runs; seconds) of a world that ends by
     itself. wait_for: the ranks that do (None: all)."""
