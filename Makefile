@@ -8,6 +8,7 @@ VERSION ?= 0.19.2
 REPOSITORY ?=
 
 BIN := .venv/bin
+TRITON := build/triton
 STAMP := .venv/.installed
 
 # Without a GPU, ranks share the cores: a thread pool per rank would fight over them.
@@ -110,9 +111,10 @@ bench-gpu: $(STAMP)  ## speed on one GPU beside Hugging Face's Trainer, with and
 	$(BIN)/python -m pip install -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tests.tools.bench_gpu $(ARGS)
 
-kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's interpreter (installs Triton, 1 GB)
-	$(BIN)/python -m pip install triton
-	TRITON_INTERPRET=1 $(BIN)/python -W ignore -m tests.tools.gpu_kernels
+# Triton before 3.9 indexes by arrays of one number, which numpy 2.4 refuses; in a folder of its own it leaves torch's alone
+kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's interpreter (Triton into build, 1 GB)
+	test -d $(TRITON)/triton || $(BIN)/python -m pip install --no-deps --target $(TRITON) 'triton>=3.9'
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -W ignore -m tests.tools.gpu_kernels
 
 gpu: $(STAMP)  ## on a machine with CUDA: kernels, memory that stays, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
 	$(BIN)/python -m tests.tools.gpu $(ARGS)
