@@ -2,9 +2,10 @@
 
 make chaos ARGS="goodput --minutes 30 --every 5"
 
-Useful are the steps that the run has kept at its end, by the median time of a step; the rest is
-starts, saves, lost steps and the agent. Prints one JSON object: "goodput", and what one kill an
-hour would leave, from the measured seconds that a kill costs.
+On two ranks, or on one where there is one GPU. Useful are the steps that the run has kept at its
+end, by the median time of a step; the rest is starts, saves, lost steps and the agent. Prints one
+JSON object: "goodput", and what one kill an hour would leave, from the measured seconds that a
+kill costs.
 """
 
 import argparse
@@ -20,12 +21,13 @@ import time
 from pathlib import Path
 
 import psutil
+import torch
 
 from tests.shared.commands import TORCHRUN
 from tests.tools.faults import KEYS, Place
 
 ROOT = Path(__file__).parents[2]
-RANKS = 2
+RANKS = min(torch.cuda.device_count() or 2, 2)
 
 
 def ranks_of(agent: subprocess.Popen) -> list[psutil.Process]:
