@@ -132,8 +132,8 @@ class Lora(Finetuning):
 
     def notes(self, arguments: Any) -> list[str]:
         """Report lines about a run's adapters: a warning that PEFT may ignore some of them, if the
-        model is a mixture of experts, adapters are on MLPs, and the run exports no merged model.
-        Otherwise [].
+        model is a mixture of experts, adapters are on MLPs, and the run exports no merged model;
+        or what the merged model of a quantised base is.
 
         The reason: PEFT recognises stacked experts by module name alone, and so may take dense
         layers and shared experts for stacked experts.
@@ -141,7 +141,10 @@ class Lora(Finetuning):
         family = FAMILIES.get(str(arguments.model_config.get("model_type")))
         has_experts = family is not None and any("[]" in row.mca for row in family.rows)
         is_lost = has_experts and any(map(_OF_MLPS.fullmatch, self.spec.modules))
-        return [_EXPERTS_IN_PEFT] if is_lost and not self.merges else []
+        if not self.merges:
+            return [_EXPERTS_IN_PEFT] * is_lost
+        words = part_lora_files.merged_into(arguments.model_config, self.base)
+        return [f"save_merged_model: {words}"] * bool(words)
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
         """Freeze the model and put the planned adapters on it, in place. Returns the model.
@@ -202,7 +205,7 @@ class Lora(Finetuning):
         if getattr(model.config, "weight_format", None) is None:
             return merge
         read = function_of("part_quantised:base_weights")(model.config)
-        return lambda name, weight: merge(name, read(name, weight))
+        return lambda name, weight: merge(name, read(name, weight)).to(weight.dtype)
 
     def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
         if self.source is None:

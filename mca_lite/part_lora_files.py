@@ -297,6 +297,26 @@ def _unordered(value: Any) -> Any:
 # -- merged
 
 
+def merged_into(hf_config: dict[str, Any], base: str = "") -> str:
+    """Say what a merged model's numbers are, for a report, if its base is quantised in its files,
+    or in memory while the adapter is trained; "" otherwise. hf_config: the base's config.json.
+    base: the form in memory, such as ", base in nf4".
+    """
+    stored = hf_config.get("quantization_config") or {}
+    form = stored.get("bnb_4bit_quant_type") or stored.get("quant_method")
+    if form:
+        return (
+            f"the base's files have its weights in {form} alone: the merged model has their values "
+            "with the adapter, rounded to config.json's dtype, and is not quantised"
+        )
+    if base:
+        return (
+            f"the merged model has the files' own weights with the adapter, which is trained "
+            f"beside their rounded values{base}"
+        )
+    return ""
+
+
 def merger(model: Any) -> Change:
     """Make a function that merges this model's adapters into base weights: (Hugging Face name, base
     weight W) -> W + scale * B A, computed in float32 and returned in W's dtype. A weight without an

@@ -7,7 +7,8 @@ from .args_values import ArgumentGroup, amount, arg, count, flag, optional
 from .errors import Rule
 from .tables import FINETUNING, register_keys
 
-ON_ADAPTERS = "it is not supported together with adapters"
+# megatron's names of the modules with a row per token -> those of Hugging Face
+_OF_MEGATRON = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}
 
 
 @dataclass(kw_only=True)
@@ -33,6 +34,15 @@ class LoraArguments(ArgumentGroup):
     adapter_name_or_path: str | None = optional("folder of a PEFT adapter to train further")
     save_merged_model: bool = flag("also export the merged model, to output_dir/merged")
 
+    def normalise(self) -> None:
+        """Give embedding and output layer in modules_to_save their names in Hugging Face's files,
+        where they have megatron's."""
+        super().normalise()
+        if self.modules_to_save:
+            ends = [name.rpartition(".")[2] for name in self.modules_to_save]
+            pairs = zip(self.modules_to_save, ends, strict=True)
+            self.modules_to_save = [_OF_MEGATRON.get(end, name) for name, end in pairs]
+
 
 _RULES = (
     Rule(
@@ -41,7 +51,6 @@ _RULES = (
         "finetuning_type: lora",
     ),
     Rule("!lora_target finetuning_type=lora", "it names no layer", "lora_target: all"),
-    Rule("mtp_num_layers finetuning_type=lora", ON_ADAPTERS, "mtp_num_layers: 0"),
     Rule(
         "optim=muon finetuning_type=lora",
         "Muon makes updates of whole matrices orthogonal, and adapters are factors of them",

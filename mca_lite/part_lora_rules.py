@@ -15,10 +15,9 @@ from types import NoneType
 from typing import Any
 
 from .errors import Judge, Keys
-from .families_rows import Row, is_of_expert
+from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .hosts import last_of
 from .model_config import McaModelConfig
-from .part_lora_keys import ON_ADAPTERS
 from .part_lora_layers import LoraSpec, is_saved
 
 ALL_LINEAR = ("all", "all-linear")
@@ -166,6 +165,9 @@ def check_saved(spec: LoraSpec, weights: Iterable[Any], judge: Judge) -> None:
                 len(saved) < len(weight.modules)
             ),
             "it is in lora_target too": not set(saved).isdisjoint(spec.modules),
+            "layers for multi-token prediction stay frozen beside adapters": (
+                weight.key[0].startswith(PREDICTION_LAYERS)
+            ),
         }
         for reason, applies in defects.items():
             judge.expect(not applies, key, reason, f"{key} without it", saved[0])
@@ -235,8 +237,6 @@ def check_on_megatron(
     targets = list(spec.targets)
     groups = config.num_query_groups
     tp = config.tensor_model_parallel_size
-    mtp = config.mtp_num_layers
-    judge.expect(not mtp, "mtp_num_layers", ON_ADAPTERS, "mtp_num_layers: 0", mtp)
     _check_fused(spec, config.hf_model_type, rows, judge)
     has_qkv = any(name.endswith("linear_qkv") for name in adapted)
     has_shared = any(".shared_experts." in name for name in adapted)

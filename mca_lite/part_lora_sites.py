@@ -14,7 +14,7 @@ import torch
 from . import parallel
 from .errors import Judge
 from .families import LANGUAGE_MODEL, part_of, rows_of
-from .families_rows import Row
+from .families_rows import PREDICTION_LAYERS, Row
 from .hosts import MegatronHost, TorchHost, host_of, module_of, modules_of
 from .mcore import ShardedTensor, mpu
 from .model_config import McaModelConfig
@@ -75,7 +75,8 @@ def _candidates(config: Any) -> Iterator[Candidate]:
     config: a McaModelConfig, or an object with its fields.
     """
     for row, layer in in_layer_order(config):
-        if row.is_linear:
+        # transformers, and so PEFT's files, have no layers for multi-token prediction
+        if row.is_linear and not row.mca.startswith(PREDICTION_LAYERS):
             in_all = row.mca not in VOCABULARY and not _is_router(row)
             mca = module_of(row.mca.format(layer))
             for module in modules_of(row, layer):
@@ -112,12 +113,17 @@ def sites_of(host: MegatronHost | TorchHost) -> Iterator[Site]:
 
 
 def _sites_on_megatron(host: MegatronHost) -> Iterator[Site]:
-    rows = {module_of(row.mca): row for row in host.rows if row.is_linear}
+    linears = [
+        row for row in host.rows if row.is_linear and not row.mca.startswith(PREDICTION_LAYERS)
+    ]
+    rows = {module_of(row.mca): row for row in linears}
     for chunk in host.chunks:
         for path, module in list(chunk.named_modules()):
             name, layer = chunk.global_name(path)
+            if name.startswith(PREDICTION_LAYERS):
+                continue
             if isinstance(module, Experts):
-                yield _site_of_experts(module, host.rows, layer)
+                yield _site_of_experts(module, linears, layer)
             elif name in rows:
                 yield _site_of_linear(module, rows[name], layer, host.config)
 

@@ -14,7 +14,6 @@ Letters: k columns of a weight, its inputs.
 """
 
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
 from .part_lora_layers import LoraSpec, is_saved, with_room
 from .weights_convert import degree, in_layer_order
-from .weights_files import original_of, shapes_of
+from .weights_files import InitSource, original_of
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -437,9 +436,9 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
         "transformer_impl: local",
     )
     block = FORMS[name].block
-    shapes = shapes_of(json.dumps(config.hf_config))[1]
+    source = InitSource(config.hf_config, 0, config.mtp_num_layers)  # for its shapes alone
     for row, layer in quantised_layers(config):
-        columns = shapes[row.hf[0].format(layer)][1]
+        columns = source.shape(row.hf[0].format(layer))[1]
         ranks = degree(row, config) if row.axis == 1 else 1
         key = "tensor_model_parallel_size"
         if row.expert is not None:
@@ -459,14 +458,14 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
 
 def base_weights(config: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """A function (HF name, dequantised CPU tensor) -> the weight before quantisation, read from the
-    model's files in the given tensor's dtype. It returns the given tensor itself if that weight is
-    not quantised, or if the files are gone."""
+    model's files: nf4 as float32. It returns the given tensor itself if that weight is not
+    quantised, or if the files are gone."""
     source = original_of(config.name_or_path)
     names = {hf.format(layer) for row, layer in quantised_layers(config) for hf in row.hf}
 
     def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if source is None or name not in names:
             return tensor
-        return source.read(name).to(tensor.dtype)
+        return source.read(name)
 
     return read

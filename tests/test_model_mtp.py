@@ -22,6 +22,7 @@ from tests.shared.chats import conversation, write_records
 from tests.shared.commands import keys_of
 from tests.shared.files import assert_same_bytes, changed, tensors
 from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, TWO_ROWS, VPP2
+from tests.shared.lora_tools import adapter_of, with_drawn_adapters
 from tests.shared.training import BRIEF, arguments, assert_same_curve, read_log, refusal, train
 
 COUNT, FACTOR = 2, 0.3
@@ -154,7 +155,9 @@ def reference(path: str, out: str, **changes) -> list:
 
         def __init__(self, model, **kwargs):
             super().__init__(model=model, **kwargs)
-            model.extra = extra_layers(model)
+            # beside adapters everything else is frozen
+            is_whole = not hasattr(model, "finetuning")
+            model.extra = extra_layers(model).requires_grad_(is_whole)
             models.append(model)
 
         def forward_step(self, data_iterator, model):
@@ -286,6 +289,35 @@ def test_extra_layers_of_glm_train_as_in_plain_torch(family, key, tmp_path):
     for got in world.run(train_layers, 2, path, str(tmp_path / "ours"), **TP2, **SP):
         assert_same(got, curve)
     assert tensors(tmp_path / "ours").keys() == tensors(path).keys()
+
+
+ADAPTERS = {
+    "one_packed": (1, PACKED),
+    "tp2_sp_full_recompute": (2, {**TP2, **SP, **FULL, **TWO_ROWS}),
+    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "cp2": (2, CP2),
+    "ep2": (2, {**EP2, **DIST_OPT}),
+}
+
+
+@pytest.fixture(scope="module")
+def of_adapters(path, tmp_path_factory):
+    """(curve of the reference with adapters, its folder)"""
+    out = str(tmp_path_factory.mktemp("adapters"))
+    keys = dict(adapt=with_drawn_adapters, export=False)
+    return world.run(reference, 1, path, out, **keys)[0]
+
+
+@pytest.mark.parametrize("layout", ADAPTERS)
+def test_adapters_of_the_decoder_learn_from_frozen_extra_layers(
+    layout, path, of_adapters, tmp_path
+):
+    ranks, keys = ADAPTERS[layout]
+    of_run = dict(adapt=with_drawn_adapters, export=True, **keys)
+    for got in world.run(train_layers, ranks, path, str(tmp_path), **of_run):
+        assert_same(got, of_adapters)
+    names = adapter_of(tmp_path)
+    assert names and not any(f"layers.{layer}." in name for name in names for layer in (4, 5))
 
 
 # -- one layer of Qwen's hybrids, beside the decoder

@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from mca_lite.part_lora_layers import LoraAdapter, LoraExperts, LoraSpec
-from mca_lite.part_quantised import FORMS, NF4, Quantised, dequantise, quantise
+from mca_lite.part_quantised import FORMS, Quantised, dequantise, quantise
 from mca_lite.weights_files import SafetensorsSource
-from tests.shared import quantised_tools, tiny, world
+from tests.shared import pictures, quantised_tools, tiny, world
 from tests.shared.held import PeakMemory
 from tests.shared.layouts import CP2, DIST_OPT, EP2, ETP1, FULL, PACKED, PP2, SP, TP2, TP2_SP, VPP2
 from tests.shared.lora_tools import adapter_of
+from tests.shared.quantised_tools import NF4_KEYS, keys_of
 from tests.shared.small_runs import DATA, save_tokenizer, train_by_words, words_of, write_data
 from tests.shared.training import read_log, train
 
 BF16 = dict(bf16=True)
+AHEAD = 2  # layers for multi-token prediction
 
 # -- codes and numbers
 
@@ -106,7 +108,8 @@ def test_a_parameter_is_written_read_and_viewed_by_experts(form, monkeypatch):
 @functools.cache
 def bases_of(folder: Path, family: str, dtype: torch.dtype) -> dict:
     forms = ("mxfp4",) if family == "gpt_oss" else ("nf4", "int8")
-    return quantised_tools.save_bases(folder / f"{family}-{dtype}", family, forms, dtype)
+    ahead = AHEAD if family == "glm4_moe" else 0
+    return quantised_tools.save_bases(folder / f"{family}-{dtype}", family, forms, dtype, ahead)
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +118,15 @@ def bases(tmp_path_factory):
 
 
 def check_same(bases, family, form, layout, out, **keys):
+    """Train the quantised base and LoRA on the rounded folder in a layout -> curves of a rank."""
     ranks, more = layout
     dtype = torch.bfloat16 if "bf16" in more else torch.float32
     both = (bases(family, dtype)[name] for name in ("plain", form))
     run = quantised_tools.run_both
-    for quantised, rounded in world.run(run, ranks, *both, str(out), form, **more, **keys):
+    curves = world.run(run, ranks, *both, str(out), form, **more, **keys)
+    for quantised, rounded in curves:
         assert quantised == rounded and len(quantised) == 2
+    return curves[0]
 
 
 DENSE = {
@@ -152,6 +158,31 @@ def test_a_quantised_base_trains_as_its_rounded_weights(layout, bases, tmp_path)
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_a_quantised_mixture_does(layout, bases, tmp_path):
     check_same(bases, "qwen3_moe", "nf4", EXPERTS[layout], tmp_path)
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_a_quantised_model_with_pictures_does(layout, bases, tmp_path):
+    check_same(bases, "qwen2_5_vl", "nf4", DENSE[layout], tmp_path, data=pictures.samples())
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_quantised_mixture_with_pictures_does(layout, bases, tmp_path):
+    check_same(bases, "qwen3_vl_moe", "nf4", EXPERTS[layout], tmp_path, data=pictures.samples())
+
+
+# experts and tensor parallelism need sequence parallelism
+AHEAD_LAYOUTS = {**EXPERTS, **DENSE}
+del AHEAD_LAYOUTS["tp2"]
+
+
+@pytest.mark.parametrize("layout", AHEAD_LAYOUTS)
+def test_a_quantised_base_with_layers_for_prediction_does(layout, bases, tmp_path):
+    """The adapters are on the decoder, and the prediction layers' loss trains them too."""
+    where = AHEAD_LAYOUTS[layout]
+    ahead = check_same(bases, "glm4_moe", "nf4", where, tmp_path, mtp_num_layers=AHEAD)
+    if layout == "one":
+        alone = check_same(bases, "glm4_moe", "nf4", where, tmp_path / "alone")
+        assert alone != ahead
 
 
 @pytest.mark.parametrize("layout", ["one", "ep2_bf16"])
@@ -300,18 +331,6 @@ def folder(tmp_path_factory, bases):
     return made
 
 
-def keys_of(folder: Path, out: Path, **changes) -> dict:
-    return {
-        **dict(model_name_or_path=f"{folder}/plain", dataset=f"{folder}/chat.jsonl"),
-        **dict(output_dir=str(out), cache_dir=f"{folder}/cache", cutoff_len=40, max_steps=2),
-        **dict(finetuning_type="lora", lora_rank=4, bf16=True, learning_rate=1e-2),
-        **dict(logging_steps=1, global_batch_size=4, per_device_train_batch_size=2),
-        **dict(save_strategy="no", disable_tqdm=True, html_report=False, plot_loss=False),
-        **changes,
-    }
-
-
-NF4_KEYS = dict(quantization_bit=4, quantization_type="nf4")
 STAGES = {
     "sft": dict(neat_packing=True),
     "dpo": dict(stage="dpo"),
@@ -453,40 +472,6 @@ def test_reading_takes_the_packed_model_and_less_than_two_layers(ranks, keys, la
 # -- files of bitsandbytes
 
 
-def save_as_bitsandbytes(source: str, folder: Path, nested: bool, fits: bool = True) -> None:
-    """A folder's weights of linears as bitsandbytes' save_pretrained writes them, by its published
-    layout."""
-    folder.mkdir()
-    config = json.loads(Path(source, "config.json").read_text())
-    config["quantization_config"] = dict(
-        quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4"
-    )
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {}
-    for name, weight in load_file(Path(source, "model.safetensors")).items():
-        if not quantised_tools.is_rounded(name, "nf4", False):
-            tensors[name] = weight
-            continue
-        codes, scales = quantise(weight.flatten(), FORMS["nf4"])
-        state: dict = dict(quant_type="nf4", blocksize=64, dtype="bfloat16")
-        state["shape"] = list(weight.shape)
-        of_weight = {"absmax": scales, "quant_map": torch.tensor(NF4)}
-        if nested:
-            table = torch.linspace(-1, 1, 256)
-            offset = float(scales.mean())
-            blocks = (scales - offset).view(-1, min(256, len(scales)))
-            most = blocks.abs().amax(1)
-            nearest = (blocks / most[:, None]).unsqueeze(-1) - table
-            of_weight["absmax"] = nearest.abs().argmin(-1).to(torch.uint8).flatten()
-            of_weight |= {"nested_absmax": most, "nested_quant_map": table}
-            state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=offset)
-        text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
-        of_weight["quant_state.bitsandbytes__nf4"] = text
-        tensors[name] = codes.view(-1, 1)
-        tensors |= {f"{name}.{key}": value for key, value in of_weight.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def hand_read(file: Path, name: str) -> torch.Tensor:
     """A nested weight number by number, as bitsandbytes' documentation has it."""
     tensors = load_file(file)
@@ -504,7 +489,7 @@ def packed_files(tmp_path_factory, bases):
     made = tmp_path_factory.mktemp("packed")
     source = bases("qwen3", torch.float32)["plain"]
     for nested in (False, True):
-        save_as_bitsandbytes(source, made / f"nested-{nested}", nested)
+        quantised_tools.save_as_bitsandbytes(source, made / f"nested-{nested}", nested)
     return made
 
 

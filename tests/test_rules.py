@@ -346,7 +346,6 @@ def test_a_rule_of_a_model_is_the_same_in_a_file_and_in_its_config(
     "training, others, key",
     [
         (dict(mtp_num_layers=1), dict(use_mca=False), "mtp_num_layers"),
-        (dict(mtp_num_layers=1), LORA, "mtp_num_layers"),
         (dict(mtp_num_layers=1), DPO, "mtp_num_layers"),
         (dict(moe_router_bias_update_rate=0.1), LORA, "moe_router_bias_update_rate"),
         (dict(calculate_per_token_loss=False), DPO, "calculate_per_token_loss"),

@@ -4,11 +4,9 @@ slices, and written as transformers has them.
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.shared import tiny_moe, world
 from tests.shared.cells import train_all
@@ -21,35 +19,10 @@ from tests.shared.files import (
     tensors,
 )
 from tests.shared.layouts import EP2, PP2, SP, TP2
+from tests.shared.quantised_tools import save_as_mxfp4
 from tests.shared.training import BRIEF, assert_same_curve
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)  # of blocks of 32
-METHOD = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-
-
-def random_blocks(shape: tuple, generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of a stacked matrix [E, in, out]: any four bits, small exponents."""
-    experts, inputs, outputs = shape
-    blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator)
-    scales = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator)
-    return blocks.to(torch.uint8), scales.to(torch.uint8)
-
-
-def as_mxfp4(source: str, folder: Path, extreme=False) -> str:
-    """A copy of a model with random experts in MXFP4. extreme: with every scale that there is."""
-    shutil.copytree(source, folder)
-    [file] = folder.glob("*.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    values = load_file(file)
-    for name in [n for n in values if n.endswith(("gate_up_proj", "down_proj"))]:
-        blocks, scales = random_blocks(values.pop(name).shape, generator)
-        if extreme:
-            scales = torch.arange(scales.numel()).to(torch.uint8).view(scales.shape)
-        values |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(values, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": METHOD}))
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +33,7 @@ def plain(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def quantised(plain, tmp_path_factory) -> str:
-    return as_mxfp4(plain, tmp_path_factory.mktemp("mxfp4") / "model")
+    return save_as_mxfp4(plain, tmp_path_factory.mktemp("mxfp4") / "model")
 
 
 def dequantised(path: str, **keys):
@@ -90,7 +63,7 @@ def test_single_experts_are_read_as_transformers_has_them(kind, plain, quantised
     from mca_lite.weights_files import SafetensorsSource
 
     path = {"plain": plain, "quantised": quantised}.get(kind)
-    path = path or as_mxfp4(plain, tmp_path / "model", extreme=True)
+    path = path or save_as_mxfp4(plain, tmp_path / "model", extreme=True)
     source = SafetensorsSource(path)
     load = load_hf if kind == "plain" else dequantised
     wanted = single_experts(load(path, dtype=torch.bfloat16))

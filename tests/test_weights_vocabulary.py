@@ -334,7 +334,12 @@ def main(place: str, family: str, out: str, words: str = NEW) -> tuple[int, str]
     return code, printed.getvalue()
 
 
-@pytest.mark.parametrize(("kind", "keys"), [("full", ""), ("lora", "lora_rank=4")])
+OF_MEGATRON = "modules_to_save=word_embeddings,output_layer"  # its names of the same modules
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("full", ""), ("lora", "lora_rank=4"), ("lora", OF_MEGATRON)]
+)
 def test_keys_add_tokens_and_both_backends_agree(place, kind, keys, tmp_path):
     from transformers import AutoTokenizer
 
@@ -348,7 +353,7 @@ def test_keys_add_tokens_and_both_backends_agree(place, kind, keys, tmp_path):
         )[0]
         assert code == 0, shown
         assert "vocabulary: 3 new tokens, 61 -> 63 rows" in shown
-        assert ("modules_to_save is embed_tokens, lm_head" in shown) == (kind == "lora")
+        assert ("modules_to_save is embed_tokens, lm_head" in shown) == (keys == "lora_rank=4")
     ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
     for a, b in zip(ours, theirs, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5) and a["grad_norm"] == pytest.approx(
@@ -363,6 +368,8 @@ def test_keys_add_tokens_and_both_backends_agree(place, kind, keys, tmp_path):
     else:
         adapter = load_file(tmp_path / "tp2" / "adapter_model.safetensors")
         assert adapter[f"base_model.model.{HEAD}"].shape[0] == 63
+        saved = json.loads((tmp_path / "tp2" / "adapter_config.json").read_text())
+        assert saved["modules_to_save"] == [*BOTH]
         assert "modules_to_save" in (tmp_path / "tp2" / "config.yaml").read_text()
 
 

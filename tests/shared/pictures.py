@@ -99,8 +99,8 @@ WITH_VIDEOS = [name for name in FAMILIES if name not in (HEARS, "glm4v")]
 CHANNELS = 3 * 2 * 2 * 2  # of a patch
 
 
-def hf_config(family: str, tied: bool = False, **of_text):
-    """A transformers config of 4 layers and a tower of 2."""
+def hf_config(family: str, tied: bool = False, tower: dict | None = None, **of_text):
+    """A transformers config of 4 layers and a tower of 2. tower: changes of the tower's."""
     from transformers import AutoConfig
 
     text, vision = FAMILIES[family]
@@ -115,7 +115,7 @@ def hf_config(family: str, tied: bool = False, **of_text):
     return AutoConfig.for_model(
         family,
         text_config={**TEXT, **text, **of_text},
-        vision_config=vision,
+        vision_config={**vision, **(tower or {})},
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         tie_word_embeddings=tied,
@@ -123,7 +123,7 @@ def hf_config(family: str, tied: bool = False, **of_text):
     )
 
 
-def save_model(folder, family: str, seed: int = 0, **changes) -> str:
+def save_model(folder, family: str, seed: int = 0, dtype=torch.float32, **changes) -> str:
     """Save a model with random weights, norms and biases too."""
     from transformers import AutoModelForImageTextToText
 
@@ -135,7 +135,7 @@ def save_model(folder, family: str, seed: int = 0, **changes) -> str:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(tiny.factor_of(name))
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return str(folder)
 
 
