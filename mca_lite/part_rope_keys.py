@@ -70,6 +70,9 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
         least = 1 if name in ("factor", BEFORE) else 0
         numbers = fields[name] if name in _LISTS else [fields[name]]
         expect(min(numbers) >= least, f"{name}: expected at least {least}, got {value!r}")
+    why = "transformers reads any scaling of phi3 as longrope: expected rope_type longrope, with "
+    why += "short_factor and long_factor"
+    expect(kind == "longrope" or text.get("model_type") != "phi3", why)
     kept = own if before == kind else {name: own[name] for name in _KEPT.split() if name in own}
     rope = {**_DEFAULTS.get(kind, {}), **kept, **fields, "rope_type": kind}
     if kind == "longrope":

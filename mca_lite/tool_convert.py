@@ -126,9 +126,9 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     """Merge a LoRA adapter into the weights of the Hugging Face model `src`, and write the result
     to `dst` -> a line to print.
 
-    W + scale * B A is computed in float32 and stored in W's dtype; host memory holds one file's
-    tensors. Raises ValueError if dst is not empty, if src is no Hugging Face model, or if the
-    adapter is damaged or does not fit src.
+    W + scale * B A is computed in float32 and stored in W's dtype, or in config.json's if the base
+    is quantised; host memory holds one file's tensors. Raises ValueError if dst is not empty, if
+    src is no Hugging Face model, or if the adapter is damaged or does not fit src.
     """
     _refuse_full(dst)
     resolve_folder(src)
@@ -152,13 +152,22 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     change, vocab_size = file_merger(adapter, base.folder, shapes, tied)
     if vocab_size:
         text_values(config)["vocab_size"] = vocab_size
-    changed = ((name, change(name, source.read(name))) for name in source.names())
+    dtype = _dtype_of(base.folder)
+    words = function_of("part_lora_files:merged_into")(config)
+
+    def merged(name: str) -> Any:
+        tensor = change(name, source.read(name))
+        # matrices of nf4 are read as float32, so that they are rounded once
+        return tensor.to(dtype) if words and tensor.dim() > 1 else tensor
+
+    changed = ((name, merged(name)) for name in source.names())
     tensors = weights_files.in_words_of(src, config, changed)
     weights_files.write_safetensors(tensors, dst, max_shard_size)
-    weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
+    weights_files.write_hf_config(config, str(base.folder), dst, dtype)
     for folder in (base.folder, _run_of(adapter), adapter):
         _copy_beside(folder, folder, dst)
-    return f"{src} with the adapter {adapter} in its weights is now {dst}"
+    report = f"{src} with the adapter {adapter} in its weights is now {dst}"
+    return f"{report}; {words}" if words else report
 
 
 def _config_of(folder: Path, adapter: Path | str | None) -> Any:

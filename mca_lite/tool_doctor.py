@@ -38,6 +38,18 @@ _VECTOR = 2**24  # float32 values in the all-reduce
 _LEAST_FILES = 4096
 _LEAST_SHM = _GIB
 _LEAST_GB_S = {"nccl": 5.0, "gloo": 0.05}  # below PCIe, and below a network fit for training
+_USABLE = 0.94  # share of a GPU's memory, as of `plan`
+# GiB at the peak of a step by `plan`: bf16, one GPU, a row of 4,096 tokens at a time, all layers
+# recomputed; adapters of rank 16 on all linears. Models in the order of their sizes
+NEEDS = {
+    "in full": {"1.5B": 25.6, "4B": 63.7, "8B": 124.1, "14B": 226.4},
+    "in full with moments in 8 bits": {"1.5B": 14.3, "4B": 34.2, "8B": 65.2, "14B": 118.1},
+    "with adapters": {"1.5B": 4.9, "4B": 10.3, "8B": 18.1, "14B": 31.9, "32B": 67.6, "70B": 141.5},
+    "with adapters on nf4": {
+        **{"1.5B": 3.2, "4B": 5.5, "8B": 8.9, "14B": 14.4, "gpt-oss-20b": 19.2, "32B": 26.3},
+        **{"70B": 50.6, "gpt-oss-120b": 88.6},
+    },
+}
 
 
 class Finding(NamedTuple):
@@ -114,8 +126,8 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Report cores, GPUs and their free memory. Too few or hidden GPUs are a problem; less than 90
-    % free memory on a GPU is a warning."""
+    """Report cores, GPUs, their free memory and which models fit. Too few or hidden GPUs are a
+    problem; less than 90 % free memory on a GPU is a warning."""
     import psutil
     import torch
 
@@ -138,6 +150,18 @@ def devices() -> Iterator[Finding]:
         text = f"{torch.cuda.get_device_name(i)}, {free_bytes // _GIB} of {total // _GIB} GiB free"
         taken = "nvidia-smi names the processes that have the rest"
         yield Finding(f"GPU {i}", text, free_bytes < 0.9 * total, taken)
+        yield Finding(f"GPU {i} trains", models_of(total))
+
+
+def models_of(memory: float) -> str:
+    """The largest model that a GPU with so many bytes of memory trains, in each way of NEEDS."""
+    largest = {}
+    for way, needs in NEEDS.items():
+        for model, gib in needs.items():
+            if gib * _GIB <= _USABLE * memory:
+                largest[way] = model
+    found = ", ".join(f"{model} {way}" for way, model in largest.items())
+    return f"{found or 'none of the models planned'} (bf16, rows of 4,096 tokens, all recomputed)"
 
 
 def compiler() -> Iterator[Finding]:

@@ -485,12 +485,22 @@ def _memory_lines(layout: _Layout) -> list[str]:
         where = f" (pipeline stage {layout.stage})"
     return [
         f"model          {layout.num_parameters:,} parameters",
+        *([f"frozen base    {show_format(layout.config)}"] if layout.config.weight_format else []),
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
         *(f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")),
         *[f"  {'host memory':12} {show_size(memory.host):>12}"] * bool(memory.host),
         *[f"  {'recomputed':12} {layout.chosen}"] * bool(layout.chosen),
         *["  activations, logits and buffers are not counted: part long is not here"] * lacks,
     ]
+
+
+def show_format(config: Any) -> str:
+    """The format of frozen weights that are kept quantised, such as "nf4, 4.5 bits a number"."""
+    from .tables import function_of
+
+    form = config.weight_format
+    bits = 8 * function_of("part_quantised").FORMS[form].bytes_of_number
+    return f"{form}, {bits:g} bits a number"
 
 
 def _run_lines(layout: _Layout) -> list[str]:

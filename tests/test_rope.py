@@ -191,6 +191,8 @@ def test_numbers_that_are_not_given_are_the_model_s():
         ("yarn", {"max_position_embeddings": None}, "config.json has no max_position"),
         ("yarn", {"rope_parameters": {"full_attention": OWN}}, "kinds of layers"),
         ("yarn", {"model_type": "unknown"}, "transformers reads the file"),
+        ("yarn", {"model_type": "phi3"}, "any scaling of phi3 as longrope"),
+        ({"rope_type": "linear", "factor": 2}, {"model_type": "phi3"}, "with short_factor"),
         ("yarn", {"model_class": "McaModelConfig"}, "the model's config.json has to say it"),
     ],
 )
