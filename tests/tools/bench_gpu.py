@@ -142,6 +142,17 @@ SHAPES["70B"] = (
     dict(SHAPES["8B"][1], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80),
 )
 _HEADS["70B"] = dict(num_attention_heads=64, num_key_value_heads=8)
+SHAPES["32B"] = (
+    "qwen3",
+    dict(
+        _QWEN2,
+        tie_word_embeddings=False,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+    ),
+)
+_HEADS["32B"] = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=128)
 # attention of transformers, if it is not torch's scaled_dot_product_attention
 _ATTENTION = {"sinks": "flex_attention", "gpt-oss-20b": "flex_attention"}
 _FLOAT32 = ("liger-float32",)

@@ -33,8 +33,11 @@ from . import bench_gpu, gpu
 TP2_HIDDEN = dict(TP2_SP, tp_comm_overlap=True)
 JOINED = dict(sequence_packing=True)
 AUTO = dict(pipeline_model_parallel_layout="auto")
-# name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys[, tokens of a row]); on
-# one GPU those of dp2 and of rows are one GPU's
+EIGHT_BITS = bench_gpu.CASES["8B 8 bits"]["keys"]
+AWAY = bench_gpu.CASES["LoRA 8B 262k"]["keys"]
+FEW = dict(steps=2)  # as many as there is time for
+# name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys[, tokens of a row[, words
+# of bench_gpu.run_ours]]); on one GPU those of dp2 and of rows are one GPU's
 CASES = {
     "dp2": ("1.5B", 4, 2, {}),
     "dp2 distributed optimizer": ("1.5B", 4, 2, DIST_OPT),
@@ -69,6 +72,8 @@ CASES = {
     "experts dp2 overlap": ("experts", 4, 2, DIST_OVERLAP),
     "experts ep2": ("experts", 4, 2, {**EP2, **DIST_OVERLAP}),
     "experts fsdp2": ("experts", 4, 2, None),
+    "32B tp2 sequence parallel, 8 bits": ("32B", 1, 1, {**TP2_SP, **EIGHT_BITS}, 4096, FEW),
+    "8B LoRA, rows of 524,288, cp2": ("8B", 1, 1, {**CP2, **AWAY}, 1 << 19, {**FEW, "lora": 16}),
 }
 TOKENS = 32768  # a GPU and step
 
@@ -116,15 +121,16 @@ def run_fsdp(shape, mbs, rows, s, steps):
 
 def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
     """Train one case on all ranks -> its line."""
-    shape, mbs, replicas, keys, *length = CASES[name]
+    shape, mbs, replicas, keys, *others = CASES[name]
+    s, words = [*others, *(4096, {})[len(others) :]]
+    steps, skip = words.get("steps", steps), min(skip, words.get("steps", steps) - 1)
     ranks = dist.get_world_size()
-    [s] = length or [4096]
     rows_of_gpu = TOKENS // s
     if bench_gpu.TINY:
         s //= 64
     replicas = ranks if replicas == 2 else ranks // 2
-    rows = rows_of_gpu * ranks
-    shared = dict(shape=shape, mbs=mbs, s=s, steps=steps)
+    rows = rows_of_gpu * ranks or 1
+    shared = {**words, **dict(shape=shape, mbs=mbs, s=s, steps=steps)}
     if keys is None:
         clock, logs, tokens, squares = run_fsdp(**shared, rows=rows_of_gpu)
         tokens, squares = tokens * ranks, squares * ranks
@@ -134,7 +140,7 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
         found = bench_gpu.run_ours(**shared, rows=rows, keys=keys, packed=packed, folder=folder)
         clock, logs, tokens, squares = found
     median = clock.median(skip)
-    work = bench_gpu.flops(bench_gpu.hf_config(shape), tokens, squares, 0)
+    work = bench_gpu.flops(bench_gpu.hf_config(shape), tokens, squares, words.get("lora", 0))
     return dict(
         case=name,
         gpus=ranks,
