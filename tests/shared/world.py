@@ -136,11 +136,17 @@ def expect_time(end: float) -> None:
 
 
 def leave_layout() -> None:
-    """Forget the layout of a run, for the next one of this world. Collective."""
+    """Forget the layout of a run, for the next one of this world, and end its groups: each gloo
+    group has threads, and those of a hundred runs keep a core busy. Collective."""
+    import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
+        dist.barrier()  # the last messages have come
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def end_when_told() -> None:
