@@ -270,6 +270,9 @@ class Quantised(torch.Tensor):
         shared = first.shared(function, args, kwargs or {}) if isinstance(first, cls) else None
         if shared is not None:
             return shared
+        if function is _aten._foreach_norm.Scalar:  # of a model: one dequantised weight at a time
+            of_one = functools.partial(tree_map_only, cls, cls.whole)
+            return [function(of_one([x]), *args[1:], **kwargs or {})[0] for x in first]
         args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
         return function(*args, **kwargs)
 

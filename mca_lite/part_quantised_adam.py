@@ -69,7 +69,7 @@ def _code_of(x, borders):
     values."""
     code = tl.zeros(x.shape, tl.int32)
     for i in tl.static_range(8):
-        step: tl.constexpr = 1 << (7 - i)
+        step = 128 >> i
         code += tl.where(tl.load(borders + code + step - 1) < x, step, 0)
     return code
 

@@ -5,6 +5,7 @@ bitsandbytes'.
 import functools
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,23 @@ def test_a_parameter_is_written_read_and_viewed_by_experts(form, monkeypatch):
     x = torch.randn(4, 64).bfloat16()
     assert torch.equal(x @ parameter.detach()[1, 0].t(), x @ wanted[1, 0].t())
     assert parameter.nbytes == weight.numel() * FORMS[form].bytes_of_number
+
+
+def test_a_look_for_values_that_are_not_finite_dequantises_one_weight_at_a_time(monkeypatch):
+    kept, held, whole = weakref.WeakSet(), [], Quantised.whole
+
+    def watched(self, out=None):
+        kept.add(numbers := whole(self, out))
+        held.append(len(kept))
+        return numbers
+
+    monkeypatch.setattr(Quantised, "whole", watched)
+    form = FORMS["nf4"]
+    weights = [Quantised(*quantise(torch.randn(4, 64), form), form, torch.float32) for _ in "12345"]
+    weights[3].scales[1] = torch.nan
+    norms = torch._foreach_norm([*weights, torch.tensor([-9.0])], torch.inf)  # as the check does
+    assert held == [1] * 5 and norms[5] == 9
+    assert [bool(norm.isfinite()) for norm in norms] == [True, True, True, False, True, True]
 
 
 # -- training
