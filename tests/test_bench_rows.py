@@ -65,14 +65,36 @@ def test_lines_are_kept_each_in_place_of_its_trainers_and_compared(tmp_path, mon
     new.write_text("".join(json.dumps(line) + "\n" for line in of_call))
     assert bench_rows.main(["compare", str(new)]) == 1
     assert capsys.readouterr().out == (
-        "FELL: A, ours: 1,000 -> 900 (880 to 905), -10.0% beside its rival (+0.0%)\n"
+        "FELL: A, ours: 1,000 -> 900 (880 to 905), -10.0% beside its rival (+0.0%)\nFAILED: C\n"
     )
     assert bench_rows.main(["keep", str(new)]) == 0
     rows = bench_rows.read(kept)
     assert rows["A", "ours"]["spread"] == [880, 905] and "losses" not in rows["A", "ours"]
     assert rows["C", "ours"]["tokens_per_second"] == 90 and len(rows) == 5
+    assert bench_rows.main(["compare", str(new)]) == 1, "C failed"
+    again = dict(case="C", trainer="ours", tokens_per_second=90)
+    new.write_text(new.read_text() + json.dumps(again) + "\n")
     assert bench_rows.main(["compare", str(new)]) == 0
     assert bench_rows.main(["other"]) == 2
+
+
+def test_layouts_are_kept_and_compared_as_shares_of_one_gpu_in_the_same_call():
+    def of_two(**rates: int) -> list[dict]:
+        return [
+            dict(case=case, gpus=2, tokens_per_second_per_gpu=rate, gpu="H200")
+            for case, rate in rates.items()
+        ]
+
+    one = dict(case="dp2", gpus=1, tokens_per_second_per_gpu=1000, gpu="H200")
+    before = bench_rows.rows_of([one, *of_two(cp2=840, tp2=830)])
+    assert {case: row["share"] for (case, _), row in before.items()} == dict(cp2=0.84, tp2=0.83)
+    assert bench_rows.rows_of(of_two(cp2=840)) == {}, "a share needs one GPU's rate"
+    slower = {**one, "tokens_per_second_per_gpu": 500}
+    words, fallen = bench_rows.compare(
+        before, bench_rows.rows_of([slower, *of_two(cp2=415, tp2=390)])
+    )
+    assert fallen == ["tp2"]
+    assert words[1] == "FELL: tp2, ours: 83% -> 78%, -6.0% beside one GPU of its call"
 
 
 def test_readme_has_the_kept_rows():
