@@ -118,10 +118,11 @@ def _compile_both_passes(graph: Any, inputs: Any) -> Any:
         return torch._inductor.compile(graph, inputs)
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
     """Decorate a function of tensors and constants to run under torch.compile if its first argument
     is on a GPU and compilation is on and works. If this function fails to compile, it runs
-    uncompiled from then on, with a warning."""
+    uncompiled from then on, with a warning. dynamic: torch.compile's; False compiles it anew for
+    each shape."""
     fast = None
 
     @functools.wraps(function)
@@ -130,7 +131,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         # torch.compile is tried for the first function that needs it: starting it takes seconds
         if not (compiles(first) and works(why_no_torch_compile, _NO_TORCH_COMPILE)):
             return function(first, *args)
-        fast = fast or torch.compile(function, backend=_compile_both_passes)
+        fast = fast or torch.compile(function, backend=_compile_both_passes, dynamic=dynamic)
         try:
             return fast(first, *args)
         except torch._dynamo.exc.TorchDynamoException as error:

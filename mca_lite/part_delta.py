@@ -84,24 +84,37 @@ def gated_delta_rule(
 
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
     g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
-    if row lengths vary between calls, so that torch.compile is not used; nor is it for another
-    query shape than the first call's. chunk_size: tokens per chunk.
+    if row lengths vary between calls: on a GPU rows are then padded to a multiple of PACKED_LENGTH
+    tokens. The first MOST_SHAPES query shapes are compiled, each for itself. chunk_size: tokens per
+    chunk.
     """
-    size = min(chunk_size, len(query))
-    # torch.compile took over half a minute for a second size of rows
-    is_fixed = not is_packed and query.shape == _COMPILED.setdefault(query.dtype, query.shape)
-    parts_of = _chunk_parts if is_fixed else inspect.unwrap(_chunk_parts)
-    outputs_of = _outputs if is_fixed else inspect.unwrap(_outputs)
-    q, scores, written, *of_state = parts_of(query, key, value, decay, beta, documents, size)
+    length = len(query)
+    tensors = query, key, value, decay, beta, documents
+    if is_packed and compiles(query):
+        more = -length % PACKED_LENGTH
+        tensors = tuple(F.pad(x, (0, 0) * (x.dim() - 1) + (0, more)) for x in tensors)
+    size = min(chunk_size, len(tensors[0]))
+    shapes = COMPILED_SHAPES.setdefault(query.dtype, set())
+    if len(shapes) < MOST_SHAPES:
+        shapes.add(tensors[0].shape)
+    is_known = tensors[0].shape in shapes
+    parts_of = _chunk_parts if is_known else inspect.unwrap(_chunk_parts)
+    outputs_of = _outputs if is_known else inspect.unwrap(_outputs)
+    q, scores, written, *of_state = parts_of(*tensors, size)
     written, states = ChunkStates.apply(written, *of_state)
-    return outputs_of(q, scores, written, states, len(query), value.dtype)
+    return outputs_of(q, scores, written, states, value.dtype)[:length]
 
 
-# dtype -> shape of the first queries: the next two functions are compiled for this shape alone
-_COMPILED: dict[torch.dtype, torch.Size] = {}
+PACKED_LENGTH = 1024  # so that packs of nearly as many tokens have the same shape
+# torch.compile takes half a minute for a shape of _chunk_parts and _outputs; others run uncompiled
+MOST_SHAPES = 2
+COMPILED_SHAPES: dict[
+    torch.dtype, set[torch.Size]
+] = {}  # dtype -> shapes of queries that are compiled
+_of_one_shape = functools.partial(compiled, dynamic=False)
 
 
-@compiled
+@_of_one_shape
 def _chunk_parts(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -140,19 +153,18 @@ def _chunk_parts(
     return q * since, scores, *of_state
 
 
-@compiled
+@_of_one_shape
 def _outputs(
     q: torch.Tensor,
     scores: torch.Tensor,
     written: torch.Tensor,
     states: torch.Tensor,
-    length: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Outputs [s, b, n, v] in `dtype`: each query reads the state before its chunk, and what tokens
-    in its chunk wrote. q, scores: from _chunk_parts. written, states: from ChunkStates. length: s.
-    """
-    out = (q @ states + scores @ written).flatten(2, 3)[:, :, :length]
+    """Outputs of all chunks [s, b, n, v] in `dtype`: each query reads the state before its chunk,
+    and what tokens in its chunk wrote. q, scores: from _chunk_parts. written, states: from
+    ChunkStates."""
+    out = (q @ states + scores @ written).flatten(2, 3)
     return out.permute(2, 0, 1, 3).to(dtype)
 
 

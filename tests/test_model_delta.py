@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from mca_lite import part_delta
 from mca_lite.batch import row_layout
 from mca_lite.part_delta import (
     causal_convolution,
@@ -79,6 +80,20 @@ def test_state_of_packed_documents_begins_anew_in_each(chunk_size):
     alone = zip(*(x.split(DOCUMENTS) for x in tensors), strict=True)
     theirs = torch.cat([token_by_token(*document) for document in alone])
     assert_same_with_gradients(ours, theirs, tensors)
+
+
+def test_packed_rows_on_a_gpu_are_padded_to_few_shapes_and_give_the_same(monkeypatch):
+    monkeypatch.setattr(part_delta, "compiles", lambda x: True)
+    monkeypatch.setattr(part_delta, "PACKED_LENGTH", 8)
+    monkeypatch.setattr(part_delta, "COMPILED_SHAPES", {})
+    for documents in (DOCUMENTS, [1, 2], [5, 2], [9, 3, 7]):
+        tensors = inputs(sum(documents), b=1)
+        ours = gated_delta_rule(*tensors, numbers(documents), 4, is_packed=True)
+        alone = zip(*(x.split(documents) for x in tensors), strict=True)
+        theirs = torch.cat([token_by_token(*document) for document in alone])
+        assert_same_with_gradients(ours, theirs, tensors)
+    [shapes] = part_delta.COMPILED_SHAPES.values()
+    assert sorted(shape[0] for shape in shapes) == [8, 152]
 
 
 def test_strong_decays_in_front_leave_later_ones_exact_in_float32():
