@@ -289,12 +289,18 @@ QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to gelu
 
 @compiled
 def weighted_clamped_swiglu(
-    both: torch.Tensor, weights: torch.Tensor, limit: float
+    both: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+    biases: torch.Tensor,
+    experts: torch.Tensor,
 ) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(1.702 gate) * weights -> [T, f], the activation of gpt_oss's
-    experts, in the dtype of `both`. both: [T, 2 f], gate before up. weights: [T]. First gate is
-    clamped to at most limit, and up to [-limit, limit]."""
-    gate, up = both.float().chunk(2, -1)  # in bf16 each of these products would be rounded
+    experts, in the dtype of `both`. both: [T, 2 f], gate before up; first the biases [n, 2 f] of
+    each row's expert are added. experts: int64 [T]. weights: [T]. Then gate is clamped to at most
+    limit, and up to [-limit, limit]."""
+    # in bf16 each of these sums and products would be rounded
+    gate, up = (both.float() + biases[experts]).chunk(2, -1)
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     product = (up + 1) * (gate * torch.sigmoid(QUICK_GELU * gate))

@@ -448,8 +448,8 @@ class LocalDispatcher(Dispatcher):
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         again = getattr(hidden_states, "again", None)
         if again is not None:
-            tokens = self.order // experts.shape[1]
-            rows.again = lambda: again().flatten(0, -2)[tokens]
+            order, k = self.order, experts.shape[1]
+            rows.again = lambda: again().flatten(0, -2)[order // k]
         return rows, of_rows
 
     def token_dispatch(
@@ -520,6 +520,24 @@ class ExpertsProduct(torch.autograd.Function):
             weight.grad_added_to_main_grad = True
             of_weight = torch.empty_like(weight)
         return of_x, of_weight, None
+
+
+class ExpertsBias(torch.autograd.Function):
+    """Rows [T, c] as they are: the activation adds each expert's bias [n, c], detached. Backward
+    gives the bias its gradient, by a matmul with of_expert [T, n], a one-hot matrix of each row's
+    expert, so that it does not depend on the order of additions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, bias: torch.Tensor, of_expert: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(of_expert)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        [of_expert] = ctx.saved_tensors
+        return grad, of_expert.t() @ grad if ctx.needs_input_grad[1] else None, None
 
 
 class ExpertBiases(torch.nn.Module):
@@ -644,21 +662,20 @@ class Experts(MegatronModule):
         both = product(("gate", "up"), x, self.fc1)
         if not self.has_biases:
             return down(weighted_swiglu), None
-        of_expert = self._one_hot(x, tokens_per_expert)
-        both = both + of_expert @ self.linear_fc1().flatten(1)
-        out = down(weighted_clamped_swiglu, self.config.activation_func_clamp_value)
+        ends_of_rows = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
+        rows = torch.arange(len(x), device=x.device)
+        experts = torch.searchsorted(ends_of_rows, rows, right=True)
+        numbers = torch.arange(len(self.fc1), device=x.device)
+        of_expert = (experts.unsqueeze(1) == numbers).to(x.dtype)
+        biases = self.linear_fc1().flatten(1)
+        both = ExpertsBias.apply(both, biases, of_expert)
+        limit = self.config.activation_func_clamp_value
+        out = down(weighted_clamped_swiglu, limit, biases.detach(), experts)
         bias = self.linear_fc2()
         etp = self.etp_group.size()
         if etp > 1:  # the dispatcher sums over the ranks that share an expert
             bias = sum_gradients(bias, self.etp_group) / etp
         return out + (of_expert * probs.unsqueeze(-1)).to(out.dtype) @ bias, None
-
-    def _one_hot(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """One-hot matrix [T, n] in the dtype of x with the expert of each row. A matmul with it
-        adds each expert's bias, and the bias gradient does not depend on the order of additions."""
-        ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
-        rows = torch.arange(len(x), device=x.device).unsqueeze(1)
-        return ((rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))).to(x.dtype)
 
     def sharded_state_dict(
         self,
