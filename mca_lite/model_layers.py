@@ -175,7 +175,7 @@ class Layer(MegatronModule):
             normed, residual = norm(x, beside=True)
         else:
             normed = norm(x)
-        if self.config.weight_format is not None and has_gradient:
+        if has_gradient:
             normed.again = functools.partial(norm, x.detach())  # see part_quantised.py
         return normed, residual, _nothing
 

@@ -654,9 +654,8 @@ class Experts(MegatronModule):
 
         def down(activation: Callable[..., torch.Tensor], *more: Any) -> torch.Tensor:
             hidden = activation(both, probs, *more)
-            if self.config.weight_format is not None:  # see part_quantised.py
-                kept = both.detach(), probs.detach()
-                hidden.again = functools.partial(activation, *kept, *more)
+            kept = both.detach(), probs.detach()
+            hidden.again = functools.partial(activation, *kept, *more)  # see part_quantised.py
             return product(("down",), hidden, self.fc2)
 
         both = product(("gate", "up"), x, self.fc1)

@@ -115,6 +115,7 @@ class _Facts(NamedTuple):
     scores: int  # bytes per head of attention whose values are narrower than its keys
     attended: int  # bytes per value of such attention's queries, keys and values
     compiled: bool
+    adapted: bool  # adapters are trained
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
@@ -130,6 +131,7 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
             scores=4,
             attended=width,
             compiled=True,
+            adapted=frozen,
         )
     quotient = width * (not frozen)
     return _Facts(
@@ -140,6 +142,7 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
         scores=4 * length,  # a CPU has no kernel for it and keeps every score
         attended=4,
         compiled=False,
+        adapted=frozen,
     )
 
 
@@ -161,8 +164,10 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
         if config.attention_output_gate:
             attention += 2 * r.w * channels * r.heads
     norms = 2 + 2 * config.post_norms
-    # beside quantised weights, adapted products keep no inputs that can be computed again
-    keeps = config.weight_format is None or r.w == 4 or bool(config.mlp_chunk_size)
+    # adapted products of experts, and all beside quantised weights, keep no inputs that can be
+    # computed again
+    saves = facts.adapted and r.w < 4 and not config.mlp_chunk_size
+    keeps = config.weight_format is None or not saves
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
     around -= 2 * (not keeps) * r.w * r.h / r.sp
     if not config.is_moe_layer(layer):
@@ -170,8 +175,9 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
         mlp = r.w * columns * config.ffn_hidden_size / r.tp
         return around + mlp, mlp
     etp = config.expert_tensor_parallel_size
-    columns = (facts.expert - (not keeps)) * config.moe_ffn_hidden_size / etp
-    experts = r.w * config.moe_router_topk * (keeps * r.h + columns) * etp / r.sp
+    columns = (facts.expert - saves) * config.moe_ffn_hidden_size / etp
+    rows = r.h * (not saves or r.ep * etp > 1)
+    experts = r.w * config.moe_router_topk * (rows + columns) * etp / r.sp
     experts += r.w * facts.mlp * (config.moe_shared_expert_intermediate_size or 0) / r.tp
     if getattr(config, "moe_shared_expert_gate", False):
         experts += r.w * r.h / r.sp

@@ -22,6 +22,7 @@ matrices, as megatron must know it for gradient reduction and gradient norm:
                   replicated matrix; these are summed here.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -372,7 +373,7 @@ class LoraAdapter(Adapter):
         """
         a = self.lora_A
         gathers = None
-        again = getattr(x, "again", None)
+        again = getattr(x, "again", None) if hasattr(weight, "whole") else None
         # the B of all projections in one matrix [out, projections * r]
         b = self._joined(_side_by_side(self._bs(), len(a)), 0)
         if self.cut == COLUMN and self.sequence_parallel:
@@ -555,18 +556,41 @@ class LoraExperts(Adapter):
         multiplies each expert's tokens by w^T of this expert. The backward pass is collective over
         the expert-tensor-parallel group.
         """
-        if set(projections).isdisjoint(self.adapted):
+        names = [p for p in projections if p in self.adapted]
+        if not names:
             return experts_product(x, weight, multiply)
-        a, b = self._factors(projections, math.prod(weight.shape[1:-1]))
+        outputs = math.prod(weight.shape[1:-1])
         if not self.adds_in_product(weight):
+            a, b = self._factors(projections, outputs)
             low = multiply(self._dropped(x.float()), a)
             return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
+        r = self.spec.rank
+        width = outputs // len(projections)
+        spans = [
+            (slice(i * r, (i + 1) * r), slice(width * place, width * (place + 1)))
+            for i, place in enumerate(map(projections.index, names))
+        ]
+        room = functools.partial(self._room, weight, names, spans)
         again = getattr(x, "again", None)
-        if again is not None and hasattr(weight, "whole"):
-            return weight.adapted_product(x, a, b, multiply, again)
-        low = multiply(x, a.to(x.dtype))
-        room = with_room(weight, b.shape[-1], self._rooms)
-        return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
+        matrices = [self._matrix(f"{p}_{letter}") for letter in "AB" for p in names]
+        return AdaptedExperts.apply(x, room, spans, self.spec.scale, multiply, again, *matrices)
+
+    @torch.no_grad()
+    def _room(
+        self, weight: torch.Tensor, names: list[str], spans: list[tuple[slice, slice]]
+    ) -> torch.Tensor:
+        """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of the projections
+        `names` in its last rows, and their B in its last columns. c is padded to a multiple of 8,
+        because grouped GEMMs in half precision need multiples of 16 bytes. spans: for each
+        projection, its part of c, and of `out`."""
+        columns = -(-self.spec.rank * len(names) // 8) * 8
+        room = with_room(weight, columns, self._rooms, columns)
+        inputs = weight.shape[-1]
+        for name, (part, rows) in zip(names, spans, strict=True):
+            of_a = room[:, -columns:, :inputs]
+            torch.mul(getattr(self, f"{name}_A"), self.spec.scale, out=of_a[:, part])
+            room[:, rows, inputs:][..., part].copy_(getattr(self, f"{name}_B"))
+        return room
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
         """{"gate_up_proj": ..., "down_proj": ...}: the parameters of a transformers experts module
@@ -726,24 +750,34 @@ def _add_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 def with_room(
-    weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor]
+    weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor], rows: int = 0
 ) -> torch.Tensor:
-    """A buffer [..., out, in + columns] that holds `weight`, with free columns after it for the
-    adapter's B, so that one matmul can use both.
+    """A buffer [.., out, in + columns] that holds `weight` [.., out, in], with free columns after
+    it for the adapter's B, so that one matmul can use both.
 
     The first call moves the weight's data into a new buffer and lets the weight point there; later
     calls return this buffer, unless the weight has moved away. rooms: these buffers by weight
-    shape, changed in place. A quantised weight is instead decoded into a new buffer at each call.
+    shape, changed in place. rows: free rows for the adapter's A in a buffer [n, out + rows, in +
+    columns] of a weight [n, .., in]; 0: none. A quantised weight is instead decoded into a new
+    buffer at each call.
     """
     room = rooms.get(weight.shape)
-    *rows, inputs = weight.shape
+    *lead, inputs = weight.shape
+    if rows:
+        lead = [lead[0], math.prod(lead[1:])]
+    outputs = lead[-1]
+    shape = *lead[:-1], outputs + rows, inputs + columns
     if hasattr(weight, "whole"):
-        room = torch.empty(*rows, inputs + columns, dtype=weight.dtype, device=weight.device)
-        weight.whole(room[..., :inputs])
+        room = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        if rows:
+            room[:, outputs:] = 0
+            room[..., inputs:] = 0
+        weight.whole(room[..., :outputs, :inputs])
         return room
     if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
-        room = rooms[weight.shape] = weight.new_zeros(*rows, inputs + columns)
-        weight.data = room[..., :inputs].copy_(weight)
+        room = rooms[weight.shape] = weight.new_zeros(shape)
+        own = room[..., :outputs, :inputs]
+        weight.data = own.view(weight.shape).copy_(weight)
     return room
 
 
@@ -824,41 +858,64 @@ def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None
     return mappings._reduce_scatter_along_first_dim(partial, group)
 
 
+def _parts(room: torch.Tensor, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of AdaptedExperts' buffer: [W, B], scale * A, and B."""
+    columns = room.shape[2] - inputs
+    both = room[:, :-columns]
+    return both, room[:, -columns:, :inputs], both[..., inputs:]
+
+
 class AdaptedExperts(torch.autograd.Function):
-    """Frozen experts with their LoRA adapters, x W^T + (x A^T) B^T for each expert, as one grouped
-    matmul [x, x A^T] [W, B]^T that is rounded only once. A already contains the scale.
+    """Frozen experts with their LoRA adapters: for each expert [x, low] [W, B]^T with low = scale x
+    A^T, one grouped matmul that is rounded only once. Its backward pass is [grad, grad B] [W;
+    scale A]. It keeps no copies of A and B, and no x if that can be computed again.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        low: torch.Tensor,
-        weight: torch.Tensor,
-        b: torch.Tensor,
-        room: torch.Tensor,
+        room: Callable[[], torch.Tensor],
+        spans: list[tuple[slice, slice]],
+        scale: float,
         multiply: Callable[..., torch.Tensor],
+        again: Callable[[], torch.Tensor] | None,
+        *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        """x [T, in], low = x A^T [T, c], weight [n, ..., in], b [n, out, c] -> [T, out]. room:
-        with_room's buffer for `weight`; b is written into its free columns, in place. multiply(x,
-        w): multiplies each expert's tokens by w^T of this expert.
+        """x [T, in] -> [T, out].
+
+        room(): a buffer [n, out + c, in + c] with W, scale * A in its last rows, and B in its last
+        columns. spans: for each adapted projection, its part of c, and of `out`. multiply(x, w):
+        multiplies each expert's tokens by w^T of this expert. again: computes x once more, for
+        backward; None: x is saved. matrices: A [n, r, in] of each projection, then B of each; they
+        get gradients.
         """
-        room = room.flatten(1, -2)
-        room[..., x.shape[-1] :].copy_(b)
-        ctx.save_for_backward(low, weight, b)
-        ctx.multiply = multiply
-        return multiply(torch.cat([x, low], 1), room)
+        ctx.save_for_backward(x if again is None else None)
+        ctx.constants = room, spans, scale, multiply
+        ctx.again = again
+        both, a, _ = _parts(room(), x.shape[1])
+        return multiply(torch.cat([x, multiply(x, a)], 1), both)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        low, weight, b = ctx.saved_tensors
+        [x] = ctx.saved_tensors
+        room, spans, scale, multiply = ctx.constants
+        if ctx.again is not None:
+            x = ctx.again()
+            ctx.again = None  # the node outlives its backward pass, and holds what x is made of
         grad = grad.contiguous()
+        whole = room()
+        _, a, b = _parts(whole, x.shape[1])
+        with torch.enable_grad():  # autograd differentiates the narrow matmuls
+            a = a.contiguous().requires_grad_()
+            b = b.contiguous().requires_grad_()
+            low = multiply(x.detach(), a)
+            d_low = multiply(grad, b.mT)
+        [d_a] = torch.autograd.grad(low, a, d_low)
+        [d_b] = torch.autograd.grad(d_low, b, low)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
-        with torch.enable_grad():  # autograd differentiates the narrow matmul
-            low = low.detach().requires_grad_()
-            b = b.detach().requires_grad_()
-            product = ctx.multiply(low, b)
-        d_low, d_b = torch.autograd.grad(product, (low, b), grad)
-        return d_x, d_low, None, d_b, None, None
+            d_x = multiply(torch.cat([grad, d_low], 1), whole[..., : x.shape[1]].mT)
+        d_as = [scale * d_a[:, part].float() for part, _ in spans]
+        d_bs = [d_b[:, rows, part].float() for part, rows in spans]
+        return d_x, None, None, None, None, None, *d_as, *d_bs

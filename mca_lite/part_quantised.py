@@ -6,9 +6,9 @@ nf4 is bitsandbytes' format, bit for bit: blocks of 64; the scale is the largest
 et al., arXiv 2305.14314). int8 also has blocks of 64; the scale is the largest magnitude / 127.
 mxfp4 has blocks of 32, and powers of two as scales (OCP Microscaling, 1.0).
 
-Beside quantised weights, norms' outputs, experts' copies of tokens and their activations have an
-attribute `again`, a function without arguments that computes them once more: adapted products call
-it in backward, and do not keep their inputs.
+Norms' outputs, experts' copies of tokens and their activations have an attribute `again`, a
+function without arguments that computes them once more: beside quantised weights, and on experts,
+adapted products call it in backward and do not keep their inputs.
 
 Letters: k columns of a weight, its inputs.
 """
@@ -26,7 +26,7 @@ from .families_rows import Row
 from .finetuning import Request
 from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
-from .part_lora_layers import LoraSpec, is_saved, with_room
+from .part_lora_layers import LoraSpec, is_saved
 from .weights_convert import degree, in_layer_order
 from .weights_files import InitSource, original_of
 
@@ -118,8 +118,8 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, form: Form) -> torch.T
 
 @jit
 def _whole_kernel(
-    codes, scales, table, out, columns, stride, BITS: tl.constexpr, SIZE: tl.constexpr,
-    EXPONENTS: tl.constexpr, BLOCK: tl.constexpr,
+    codes, scales, table, out, columns, rows, far, stride, BITS: tl.constexpr,
+    SIZE: tl.constexpr, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -134,31 +134,39 @@ def _whole_kernel(
         bits = scale.to(tl.int32)
         bits = tl.where(bits == 0, 1 << 22, bits << 23)
         scale = bits.to(tl.float32, bitcast=True)
-    tl.store(out + row * stride + column, (value * scale).to(out.dtype.element_ty), inside)
+    place = row // rows * far + row % rows * stride
+    tl.store(out + place + column, (value * scale).to(out.dtype.element_ty), inside)
 
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
-    """Dequantise codes and scales into out [.., k], rounded to its dtype. Rows of `out` may have
-    gaps between them. One kernel on a GPU."""
+    """Dequantise codes and scales into out [.., k], rounded to its dtype. There may be gaps between
+    the rows of `out`, and further ones between its matrices [n, rows, k]. One kernel on a GPU."""
+    if compiles(out):
+        launch_whole(codes, scales, form, out if out.dim() == 3 else out.view(-1, out.shape[-1]))
+        return
+    if out.dim() == 3:
+        codes = codes.reshape(*out.shape[:-1], -1)
+        scales = scales.reshape(*out.shape[:-1], -1)
+        for part in zip(codes, scales, out, strict=True):
+            write_whole(*part[:2], form, part[2])
+        return
     rows = out.view(-1, out.shape[-1])
     codes = codes.reshape(len(rows), -1)
     scales = scales.reshape(len(rows), -1)
-    if compiles(out):
-        launch_whole(codes, scales, form, rows)
-        return
     step = max(CHUNK // rows.shape[1], 1)
     for part in zip(rows.split(step), codes.split(step), scales.split(step), strict=True):
         part[0].copy_(dequantise(*part[1:], form))
 
 
-def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, rows: torch.Tensor) -> None:
-    """Run the Triton kernel of write_whole, which writes the values into `rows` [rows, k]. codes,
-    scales: from quantise(), as [rows, ...]."""
-    columns = rows.shape[1]
-    grid = (len(rows), triton.cdiv(columns, _BLOCK))
-    table, _ = _table(form, rows.device)
+def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
+    """Run the Triton kernel of write_whole, which writes the values into out [rows, k] or [n, rows,
+    k]. codes, scales: from quantise(), as [rows, ...], n * rows of them in the second case."""
+    *_, rows, columns = out.shape
+    grid = (out.numel() // columns, triton.cdiv(columns, _BLOCK))
+    table, _ = _table(form, out.device)
+    sizes = columns, rows, out.stride(0), out.stride(-2)
     constants = (form.bits, form.block, form.largest is None, _BLOCK)
-    launch(_whole_kernel, grid, codes, scales, table, rows, columns, rows.stride(0), *constants)
+    launch(_whole_kernel, grid, codes, scales, table, out, *sizes, *constants)
 
 
 # -- a parameter
@@ -238,19 +246,6 @@ class Quantised(torch.Tensor):
         again, instead of keeping its values."""
         return _Product.apply(x, self, product)
 
-    def adapted_product(
-        self,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        product: Callable[..., torch.Tensor],
-        again: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """Experts' x W^T + (x A^T) B^T, rounded once, for x [T, in], a [n, c, in] and b [n, out,
-        c]. product(x, w): multiplies each expert's tokens by w^T of this expert. again(): x once
-        more, for the backward pass."""
-        return _AdaptedProduct.apply(x, self, a, b, product, again)
-
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -312,44 +307,6 @@ class _Product(torch.autograd.Function):
         [weight] = ctx.saved_tensors
         whole = weight.whole().flatten(1, -2)
         return ctx.product(grad.contiguous(), whole.transpose(1, 2)), None, None
-
-
-class _AdaptedProduct(torch.autograd.Function):
-    """Autograd function of Quantised.adapted_product. It keeps no x: backward calls again()."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: Any,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        product: Callable[..., torch.Tensor],
-        again: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        room = with_room(weight, b.shape[-1], {}).flatten(1, -2)
-        room[..., x.shape[-1] :].copy_(b)
-        ctx.save_for_backward(weight, a, b)
-        ctx.product = product
-        ctx.again = again
-        return product(torch.cat([x, product(x, a.to(x.dtype))], 1), room)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        weight, a, b = ctx.saved_tensors
-        grad = grad.contiguous()
-        x = ctx.again()
-        ctx.again = None  # the node outlives its backward pass, and holds what x is made of
-        with torch.enable_grad():  # autograd differentiates the narrow products
-            x, a, b = (tensor.detach().requires_grad_() for tensor in (x, a, b))
-            low = ctx.product(x, a.to(x.dtype))
-            leaf = low.detach().requires_grad_()
-            added = ctx.product(leaf, b.to(x.dtype))
-        d_low, d_b = torch.autograd.grad(added, (leaf, b), grad)
-        d_x, d_a = torch.autograd.grad(low, (x, a), d_low)
-        del x, low, added
-        d_x += ctx.product(grad, weight.whole().flatten(1, -2).transpose(1, 2))
-        return d_x, None, d_a, d_b, None, None
 
 
 # -- the weights of a model

@@ -145,16 +145,25 @@ def test_products_of_experts_equal_the_sums_of_two(names, monkeypatch):
         return one_by_one(t, torch.cat(whole, 1))
 
     def outcome(of):
-        hidden = of(("gate", "up"), x, fc1)
-        out = of(("down",), hidden[:, :6] * hidden[:, 6:], fc2)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            hidden = of(("gate", "up"), x, fc1)
+        activated = hidden[:, :6] * hidden[:, 6:]
+        activated.again = activated.detach  # as of experts' activations
+        out = of(("down",), activated, fc2)
         grads = torch.autograd.grad(out.square().mean(), [x, *trained])
-        return [out, *grads]
+        return [out, *grads], any(t.data_ptr() == x.data_ptr() for t in saved)
 
-    wanted, afterwards = outcome(by_matrices), outcome(through)
+    (wanted, _), (afterwards, _) = outcome(by_matrices), outcome(through)
     monkeypatch.setattr(LoraExperts, "adds_in_product", lambda self, weight: True)
-    for a, b, c in zip(wanted, afterwards, outcome(through), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(c, a, rtol=1e-4, atol=1e-4)
+    saving, keeps_x = outcome(through)
+    x.again = x.detach
+    computing, keeps_x_too = outcome(through)
+    is_adapted = names[0] or names[1]
+    assert (keeps_x, keeps_x_too) == (bool(is_adapted), False)
+    for a, *others in zip(wanted, afterwards, saving, computing, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, a, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ interpreter takes more than the compiler does: python -m tests.tools.gpu_kernels
 kernel compiled for an H100 or H200, without one, and runs none.
 """
 
+import functools
 import itertools
 import sys
 import threading
@@ -20,9 +21,11 @@ from mca_lite import (
     kernels,
     loss_tokens,
     model_attention,
+    model_moe,
     part_cudnn,
     part_delta,
     part_distill_kernels,
+    part_lora_layers,
     part_quantised,
     part_quantised_adam,
     part_sinks,
@@ -409,14 +412,16 @@ def chunk_cases(dtype):
     numbers = torch.arange(len(DOCUMENTS), device=device())
     documents = numbers.repeat_interleave(torch.tensor(DOCUMENTS, device=device()))
 
-    def rule(q, k, v, decay, beta):
+    def rule(q, k, v, decay, beta, **how):
         gates = -F.softplus(decay.to(torch.promote_types(decay.dtype, torch.float32)))
-        return (part_delta.gated_delta_rule(q, k, v, gates, beta.sigmoid(), documents),)
+        return (part_delta.gated_delta_rule(q, k, v, gates, beta.sigmoid(), documents, **how),)
 
     gates = (total, 2, LINEAR_HEADS)
     heads = (*gates, LINEAR_SIZE)
     shapes = (*[heads] * 3, *[gates] * 2)
     yield "delta", rule, rule, [drawn(*shape, dtype=dtype) for shape in shapes]
+    packed = functools.partial(rule, is_packed=True)
+    yield "delta-packed", packed, rule, [drawn(*shape, dtype=dtype) for shape in shapes]
     if dtype != torch.float32:
         return
     of_chunk = (2, 3, 7, 64)
@@ -428,12 +433,15 @@ def chunk_cases(dtype):
     yield "chunks", states, states, [drawn(*shape) for shape in shapes]
 
 
+ROWS_OF_EXPERTS = [0, 70, 64, 3, 0, 130]
+
+
 def expert_cases(dtype):
     """Weight gradients of experts, of which some have no rows, added to what is there."""
     # Triton's interpreter multiplies the bits of bf16 as if they were integers
     if dtype == torch.float32 or (dtype == torch.bfloat16 and device() == "cpu"):
         return
-    counts = torch.tensor([0, 70, 64, 3, 0, 130], device=device())
+    counts = torch.tensor(ROWS_OF_EXPERTS, device=device())
     ends = counts.cumsum(0).to(torch.int32)
     for n_out, n_in in ((200, 72), (16, 264)):
 
@@ -450,6 +458,59 @@ def expert_cases(dtype):
         total = int(counts.sum())
         inputs = [drawn(total, size, dtype=dtype) for size in (n_in, n_out)]
         yield f"experts {n_out} {n_in}", kernel, formula, inputs
+
+
+def bias_cases(dtype):
+    """The activation of experts with biases, of which some have no rows."""
+    counts = torch.tensor(ROWS_OF_EXPERTS, device=device())
+    numbers = torch.arange(len(counts), device=device())
+    experts = numbers.repeat_interleave(counts)
+    f = 40
+
+    def kernel(both, weights, biases):
+        of_expert = (experts[:, None] == numbers).to(both.dtype)
+        both = model_moe.ExpertsBias.apply(both, biases, of_expert)
+        more = 2.0, biases.detach(), experts
+        return (kernels.weighted_clamped_swiglu(both, weights, *more),)
+
+    def formula(both, weights, biases):
+        gate, up = (both + biases[experts]).chunk(2, -1)
+        gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+        return ((up + 1) * gate * torch.sigmoid(1.702 * gate) * weights[:, None],)
+
+    shapes = (len(experts), 2 * f), (len(experts),), (len(counts), 2 * f)
+    yield "biases", kernel, formula, [drawn(*shape, dtype=dtype) for shape in shapes]
+
+
+def adapter_cases(dtype):
+    """Adapters of both projections of experts in the experts' grouped matmul."""
+    if dtype != torch.bfloat16:
+        return
+    counts = torch.tensor(ROWS_OF_EXPERTS, device=device())
+    ends = counts.cumsum(0).to(torch.int32)
+    n, r, f, h, scale = len(counts), 4, 40, 72, 2.0
+    spec = part_lora_layers.LoraSpec(rank=r, alpha=scale * r)
+    weight = drawn(n, 2, f, h, dtype=dtype, grad=False)
+
+    def multiply(t, w):
+        return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
+
+    def kernel(x, *matrices):
+        names = tuple(map(str, range(n)))
+        adapter = part_lora_layers.LoraExperts(spec, (names, names, ()), h, f)
+        for name, matrix in zip(("gate_A", "up_A", "gate_B", "up_B"), matrices, strict=True):
+            delattr(adapter, name)
+            setattr(adapter, name, matrix)
+        x.again = x.detach
+        return (adapter(("gate", "up"), x, weight, multiply),)
+
+    def formula(x, a_gate, a_up, b_gate, b_up):
+        whole = weight.flatten(1, 2) + scale * torch.cat([b_gate @ a_gate, b_up @ a_up], 1)
+        pairs = zip(x.split(ROWS_OF_EXPERTS), whole, strict=True)
+        return (torch.cat([part @ of_expert.t() for part, of_expert in pairs]),)
+
+    x = drawn(sum(ROWS_OF_EXPERTS), h, dtype=dtype)
+    yield "adapters", kernel, formula, [x, *(drawn(n, *s) for s in [(r, h)] * 2 + [(f, r)] * 2)]
 
 
 def packed_cases(dtype):
@@ -509,18 +570,20 @@ def wrong_forms(dtype) -> list[str]:
     interpreter cuts a float32 number to bf16: the last bit may differ there."""
     wrong = []
     for name, form in part_quantised.FORMS.items():
-        for rows, columns in ((7, 64), (3, 1088), (130, 192)):
-            numbers = drawn(rows, columns, grad=False) * drawn(rows, 1, grad=False).exp()
+        for *lead, rows, columns in ((7, 64), (3, 1088), (130, 192), (3, 5, 128)):
+            size = (*lead, rows, columns)
+            numbers = drawn(*size, grad=False) * drawn(*size[:-1], 1, grad=False).exp()
             numbers[0] = 0
             packed = part_quantised.quantise(numbers, form)
-            room = torch.empty(rows, columns + 3, dtype=dtype, device=device())[:, :columns]
+            room = torch.empty(*lead, rows + 2, columns + 3, dtype=dtype, device=device())
+            room = room[..., :rows, :columns]
             part_quantised.launch_whole(*packed, form, room)
             whole = part_quantised.dequantise(*packed, form)
             wanted = whole.to(dtype)
             if device() == "cpu" and dtype == torch.bfloat16:
                 wanted = (whole.view(torch.int32) & -65536).view(torch.float32).to(dtype)
             if not torch.equal(room, wanted):
-                wrong.append(f"{name} [{rows}, {columns}]")
+                wrong.append(f"{name} {size}")
     return wrong
 
 
@@ -566,7 +629,8 @@ def all_cases(dtype):
     """The cases of all kernels but those of quantised weights and moments."""
     of_attention = (attention_cases, causal_cases, join_cases, packed_cases, sink_cases)
     others = (norm_cases, heads_cases, other_cases, distill_cases)
-    for cases in (*others, *of_attention, linear_cases, chunk_cases, expert_cases):
+    of_experts = (expert_cases, bias_cases, adapter_cases)
+    for cases in (*others, *of_attention, linear_cases, chunk_cases, *of_experts):
         yield from cases(dtype)
 
 
