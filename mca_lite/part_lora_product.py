@@ -1,0 +1,184 @@
+"""A frozen weight and its LoRA adapter in one matmul: of a linear, and of an MoE layer's experts.
+
+Letters: n experts on this rank, T tokens, r rank, c the ranks of all projections of a weight.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .mcore import mappings
+
+
+def with_room(
+    weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor], rows: int = 0
+) -> torch.Tensor:
+    """A buffer [.., out, in + columns] that holds `weight` [.., out, in], with free columns after
+    it for the adapter's B, so that one matmul can use both.
+
+    The first call moves the weight's data into a new buffer and lets the weight point there; later
+    calls return this buffer, unless the weight has moved away. rooms: these buffers by weight
+    shape, changed in place. rows: free rows for the adapter's A in a buffer [n, out + rows, in +
+    columns] of a weight [n, .., in]; 0: none. A quantised weight is instead decoded into a new
+    buffer at each call.
+    """
+    room = rooms.get(weight.shape)
+    *lead, inputs = weight.shape
+    if rows:
+        lead = [lead[0], math.prod(lead[1:])]
+    outputs = lead[-1]
+    shape = *lead[:-1], outputs + rows, inputs + columns
+    if hasattr(weight, "whole"):
+        room = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        if rows:
+            room[:, outputs:] = 0
+            room[..., inputs:] = 0
+        weight.whole(room[..., :outputs, :inputs])
+        return room
+    if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
+        room = rooms[weight.shape] = weight.new_zeros(shape)
+        own = room[..., :outputs, :inputs]
+        weight.data = own.view(weight.shape).copy_(weight)
+    return room
+
+
+def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left^T right as float32. CUDA returns its float32 sums; on a CPU the product is rounded to
+    the inputs' dtype first.
+    """
+    if left.is_cuda:
+        return torch.mm(left.t(), right, out_dtype=torch.float32)
+    return (left.t() @ right).float()
+
+
+class AdaptedProduct(torch.autograd.Function):
+    """A frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T, as one matmul [x, scale x
+    A^T] [W, B]^T, so that the sum is rounded only once.
+
+    If the adapter's output were added to an already rounded x W^T, contributions below half of its
+    last digit would be lost. addmm does not help: cuBLAS rounds the product to bf16 before it adds.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        room: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+        group: torch.distributed.ProcessGroup | None = None,
+        again: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """x W^T + scale (x A^T) B^T [..., out] for a frozen W.
+
+        room: with_room's buffer for `weight`; B is written into its free columns, in place. group:
+        the ranks of sequence parallelism, each with a part of the sequence in x: x is gathered, and
+        the result covers the whole sequence; each rank gets the gradients of x and A for its part.
+        Collective over the group in both passes. None: x is not gathered. again: computes x once
+        more, for the backward pass, which then needs no saved x; None: x is saved.
+        """
+        a = a.to(x.dtype)
+        b = b.to(x.dtype)
+        whole = x
+        if group is not None:
+            whole = mappings._gather_along_first_dim(x, group)
+        flat = whole.reshape(-1, x.shape[-1])
+        low = (flat @ a.t()).mul_(scale)
+        room[:, x.shape[-1] :].copy_(b)
+        ctx.save_for_backward(x if again is None else None, weight, a, b, low)
+        ctx.scale = scale
+        ctx.group = group
+        ctx.again = again
+        return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, a, b, low = ctx.saved_tensors
+        if ctx.again is not None:
+            x = ctx.again()
+            ctx.again = None  # the node outlives its backward pass, and holds what x is made of
+        flat = x.reshape(-1, x.shape[-1])
+        grad = grad.reshape(-1, grad.shape[-1])
+        d_low = (grad @ b).mul_(ctx.scale)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = _to_part((d_low @ a).addmm_(grad, weight), ctx.group).view(x.shape)
+        d_a = _float_product(_to_part(d_low, ctx.group), flat)
+        d_b = _float_product(grad, low)
+        return d_x, None, None, d_a, d_b, None, None, None
+
+
+def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """Sum over the group and return this rank's part along the first axis; collective. Without a
+    group, return `partial`.
+    """
+    if group is None:
+        return partial
+    return mappings._reduce_scatter_along_first_dim(partial, group)
+
+
+def _parts(room: torch.Tensor, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of AdaptedExperts' buffer: [W, B], scale * A, and B."""
+    columns = room.shape[2] - inputs
+    both = room[:, :-columns]
+    return both, room[:, -columns:, :inputs], both[..., inputs:]
+
+
+class AdaptedExperts(torch.autograd.Function):
+    """Frozen experts with their LoRA adapters: for each expert [x, low] [W, B]^T with low = scale x
+    A^T, one grouped matmul that is rounded only once. Its backward pass is [grad, grad B] [W;
+    scale A]. It keeps no copies of A and B, and no x if that can be computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        room: Callable[[], torch.Tensor],
+        spans: list[tuple[slice, slice]],
+        scale: float,
+        multiply: Callable[..., torch.Tensor],
+        again: Callable[[], torch.Tensor] | None,
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out].
+
+        room(): a buffer [n, out + c, in + c] with W, scale * A in its last rows, and B in its last
+        columns. spans: for each adapted projection, its part of c, and of `out`. multiply(x, w):
+        multiplies each expert's tokens by w^T of this expert. again: computes x once more, for
+        backward; None: x is saved. matrices: A [n, r, in] of each projection, then B of each; they
+        get gradients.
+        """
+        ctx.save_for_backward(x if again is None else None)
+        ctx.constants = room, spans, scale, multiply
+        ctx.again = again
+        both, a, _ = _parts(room(), x.shape[1])
+        return multiply(torch.cat([x, multiply(x, a)], 1), both)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        [x] = ctx.saved_tensors
+        room, spans, scale, multiply = ctx.constants
+        if ctx.again is not None:
+            x = ctx.again()
+            ctx.again = None  # the node outlives its backward pass, and holds what x is made of
+        grad = grad.contiguous()
+        whole = room()
+        _, a, b = _parts(whole, x.shape[1])
+        with torch.enable_grad():  # autograd differentiates the narrow matmuls
+            a = a.contiguous().requires_grad_()
+            b = b.contiguous().requires_grad_()
+            low = multiply(x.detach(), a)
+            d_low = multiply(grad, b.mT)
+        [d_a] = torch.autograd.grad(low, a, d_low)
+        [d_b] = torch.autograd.grad(d_low, b, low)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = multiply(torch.cat([grad, d_low], 1), whole[..., : x.shape[1]].mT)
+        d_as = [scale * d_a[:, part].float() for part, _ in spans]
+        d_bs = [d_b[:, rows, part].float() for part, rows in spans]
+        return d_x, None, None, None, None, None, *d_as, *d_bs
