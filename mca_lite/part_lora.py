@@ -19,7 +19,8 @@ from .files import first_of
 from .finetuning import Finetuning, Request
 from .hosts import host_of, module_of
 from .part_lora_files import VALUE_HEAD, AdapterSource, read_adapter
-from .part_lora_layers import LoraSpec, attach, is_saved, spec_of
+from .part_lora_layers import attach
+from .part_lora_patterns import LoraSpec, check_patterns, is_saved, place_of, spec_of
 from .part_lora_rules import check_mergeable, check_new_rows, check_other_model
 from .part_lora_sites import (
     candidates_of,
@@ -105,6 +106,8 @@ class Lora(Finetuning):
             if judge.problems:
                 return cls(spec, source)
         spec = plan(host_model, spec, judge)
+        if source is None:
+            check_patterns(spec, judge)
         if keys.save_merged_model:
             check_mergeable(spec, host.is_tied, judge)
         if arguments.predict_with_generate and arguments.use_mca:
@@ -176,8 +179,16 @@ class Lora(Finetuning):
         """
         if module not in self.spec.modules:
             return 0.0
+        out, into = shape
+        if self._shares_a(module):
+            into = 0
         # an embedding's A is looked up, not multiplied
-        return self.spec.rank * (uses * sum(shape) if uses else shape[1])
+        return self.spec.rank_of(module) * (uses * (out + into) if uses else into)
+
+    def _shares_a(self, module: str) -> bool:
+        """True for an expert's up whose A is its gate's: see part_lora_patterns."""
+        place = place_of(module)
+        return place is not None and place.half == 1 and self.spec.stacks(module)
 
     def shapes_beside(
         self, module: str, shape: list[int], is_embedding: bool
@@ -188,11 +199,12 @@ class Lora(Finetuning):
         """
         if module not in self.spec.modules:
             return {}
-        rank = self.spec.rank
+        rank = self.spec.rank_of(module)
         out, into = shape
         if is_embedding:
             return {"lora_embedding_A": (rank, out), "lora_embedding_B": (into, rank)}
-        return {"lora_A.weight": (rank, into), "lora_B.weight": (out, rank)}
+        b = {"lora_B.weight": (out, rank)}
+        return b if self._shares_a(module) else {"lora_A.weight": (rank, into), **b}
 
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
         return part_lora_files.trained_tensors(model)
@@ -312,6 +324,7 @@ def place_adapter(
     inject(model, spec, dtype=dtype)
     host = host_of(model)
     words = f"{source.folder} cannot be loaded"
+    parallel.on_all(lambda: source.unjoin(spec_of(model)), ValueError, words)
     parallel.on_all(lambda: fill_adapters(model, source), ValueError, words)
     parallel.on_all(lambda: host.fill(saved_keys(host, spec), source), ValueError, words)
     return model

@@ -9,6 +9,7 @@ stored in full.
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from .files import (
     write_json,
 )
 from .hosts import host_of, last_of, module_of
-from .part_lora_keys import LoraArguments
-from .part_lora_layers import LoraSpec, is_saved, spec_of
+from .part_lora_keys import PATTERN_KEYS, LoraArguments
+from .part_lora_patterns import LoraSpec, is_joined, is_saved, joined, singles, spec_of
 from .part_lora_rules import EMBEDDING_AND_HEAD, ONE_SIDED, check_adapter_config, check_mergeable
 from .part_lora_sites import candidates_of, pieces_of, saved_keys
 from .weights_convert import Change
@@ -45,9 +46,10 @@ _FIELDS = {
     "lora_dropout": "dropout",
     "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save",
+    **{key: key for key in PATTERN_KEYS},
 }
 # keys of adapter_config.json that never change for an adapter
-_FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+_FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", *PATTERN_KEYS)
 
 VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
 
@@ -87,18 +89,29 @@ class AdapterSource(SafetensorsSource):
         self._slices = {
             key.removeprefix(PREFIX): matrix
             for key, matrix in slices_of(path).items()
-            if ".base_layer." not in key
+            if ".base_layer." not in key or is_joined(key)
         }
-        self.pairs = _pairs_of(self.names())
+        self._find_pairs()
+
+    def _find_pairs(self) -> None:
+        self.pairs = _pairs_of(name for name in self.names() if not is_joined(name))
         self._matrices = set(itertools.chain(*self.pairs.values()))
         for name in sorted(self._matrices):
             self.shape(name)
+
+    def unjoin(self, spec: LoraSpec) -> None:
+        """Give single experts' names to the matrices that PEFT has for the experts of a layer
+        together (target_parameters). spec: the adapter's, with its modules. ValueError if the file
+        has others than the spec.
+        """
+        self._slices = singles(self._slices, spec, self.folder)
+        self._find_pairs()
 
     def whole_weights(self) -> set[str]:
         """Names of weights that the adapter stores in full: modules in modules_to_save, and the
         embedding and head that PEFT adds after resizing the vocabulary.
         """
-        return self.names() - self._matrices
+        return {name for name in self.names() if not is_joined(name)} - self._matrices
 
     def shape(self, name: str) -> Shape:
         """Shape of the adapter's tensor `name`. ValueError if the adapter lacks it."""
@@ -127,6 +140,7 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
         given["modules_to_save"] = [n for n in given["modules_to_save"] if n != "classifier"]
+    given["target_parameters"] = tuple(given.get("target_parameters") or ())
     return LoraSpec(targets=tuple(targets), **given)
 
 
@@ -191,8 +205,8 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
     """All that an adapter's file contains: LoRA matrices and the weights in modules_to_save, as
     {name without PEFT's prefix: CPU tensor} on global rank 0, {} on other ranks. Collective.
     """
-    tensors = gather_adapters(model)
     host = host_of(model)
+    tensors = joined(gather_adapters(model), spec_of(model))
     keys = saved_keys(host, spec_of(model))
     if keys:
         tensors.update(host.read(keys))
@@ -226,7 +240,8 @@ def target_modules(model: Any) -> list[str]:
     such as "q_proj". If a module without adapter has the same last part, or the last part is a
     number, the whole name is used instead.
     """
-    modules = spec_of(model).modules
+    spec = spec_of(model)
+    modules = [module for module in spec.modules if not spec.stacks(module)]
     host = host_of(model)
     names = {candidate.hf for candidate in candidates_of(host)}
     names.update(*(weight.modules for weight in host.weights()))  # includes a vision tower's
@@ -242,6 +257,9 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict[str, Any]:
     fills in defaults for its other keys.
     """
     config = {key: getattr(spec, field) for key, field in _FIELDS.items()}
+    config = {key: value for key, value in config.items() if value or key not in PATTERN_KEYS}
+    if spec.target_parameters:
+        config["target_parameters"] = list(spec.target_parameters)
     if float(config["lora_alpha"]).is_integer():
         config["lora_alpha"] = int(config["lora_alpha"])
     return config | {
@@ -260,8 +278,10 @@ def _with_equal_scales(config: dict[str, Any], spec: LoraSpec) -> dict[str, Any]
     PEFT fuses two projections of an expert into one adapter with twice the rank and alpha. That
     keeps alpha / rank, but would multiply alpha / sqrt(rank) by sqrt(2).
     """
-    if spec.use_rslora and any(".experts." in name for name in spec.modules):
-        return config | {"use_rslora": False, "lora_alpha": spec.scale * spec.rank}
+    single = [name for name in spec.modules if ".experts." in name and not spec.stacks(name)]
+    if spec.use_rslora and single:
+        scale = spec.scale_of(single[0])
+        return config | {"use_rslora": False, "lora_alpha": scale * spec.rank}
     return config
 
 
@@ -280,17 +300,19 @@ def check_checkpoint(model: Any, folder: PathLike) -> None:
     plain = peft_config(spec, target_modules(model))  # earlier versions wrote this form
     now = _with_equal_scales(plain, spec)
     for key in _FIXED:
-        if _unordered(values.get(key)) not in (_unordered(plain[key]), _unordered(now[key])):
+        if _unordered(values.get(key)) not in (_unordered(form.get(key)) for form in (plain, now)):
             raise ValueError(
                 f"{folder} was saved with {key} {values.get(key)} of its adapters, and this run "
-                f"has {now[key]}: set it back to go on"
+                f"has {now.get(key)}: set it back to go on"
             )
 
 
 def _unordered(value: Any) -> Any:
-    """A list as a set, because the order of modules differs between versions; other values
-    unchanged.
+    """A list as a set, because the order of modules differs between versions; None for {}, which
+    PEFT writes; other values unchanged.
     """
+    if value == {}:
+        return None
     return set(value) if isinstance(value, list) else value
 
 
@@ -330,13 +352,15 @@ def merger(model: Any) -> Change:
     check_mergeable(spec, host_of(model).is_tied, judge)
     judge.close()
     tensors = gather_adapters(model)
-    return _merge_with(tensors.__getitem__, tensors, spec.scale)
+    return _merge_with(tensors.__getitem__, tensors, spec.scale_of)
 
 
-def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale: float) -> Change:
+def _merge_with(
+    read: Callable[[str], torch.Tensor], names: Iterable[str], scale_of: Callable[[str], float]
+) -> Change:
     """Make a function (Hugging Face name, base weight) -> the weight with its adapter merged, or
-    unchanged if it has none. read(name): returns a LoRA matrix. names: the matrices' names. scale:
-    factor on B A.
+    unchanged if it has none. read(name): returns a LoRA matrix. names: the matrices' names.
+    scale_of(module): factor on B A.
     """
     pairs = _pairs_of(names)
 
@@ -348,7 +372,7 @@ def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale
         delta = b @ a
         if "lora_embedding" in pairs[module][0]:
             delta = delta.t()
-        return (weight.float() + scale * delta).to(weight.dtype)
+        return (weight.float() + scale_of(module) * delta).to(weight.dtype)
 
     return merge
 
@@ -383,6 +407,9 @@ def file_merger(
     another model or cannot be merged.
     """
     spec, source = read_adapter(folder)
+    modules = tuple(name for name in map(module_of, shapes) if spec.stacks(name))
+    in_turns = any(f"{module}.bias" in shapes for module in modules)
+    source.unjoin(replace(spec, modules=modules, in_turns=in_turns))
     one_sided = [name for name in source.pairs if name.endswith(EMBEDDING_AND_HEAD)]
     if tied and one_sided:
         raise ValueError(
@@ -403,14 +430,14 @@ def file_merger(
             f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which "
             f"{base} lacks {len(missing)}, such as {missing[0]}"
         )
-    merged = _merged_shapes(source, whole, spec.rank, shapes)
+    merged = _merged_shapes(source, whole, spec, shapes)
     sizes = {shape[0] for name, shape in merged.items() if name.endswith(_VOCABULARY_WEIGHTS)}
     if len(sizes) > 1:
         raise ValueError(
             f"{folder}: merged, embedding and head would have {sizes} rows: train the adapter with "
             "both, or neither"
         )
-    merge = _merge_with(source.read, source.names(), spec.scale)
+    merge = _merge_with(source.read, source.names(), spec.scale_of)
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in whole:
@@ -421,18 +448,19 @@ def file_merger(
 
 
 def _merged_shapes(
-    source: AdapterSource, whole: set[str], rank: int, shapes: dict[str, Any]
+    source: AdapterSource, whole: set[str], spec: LoraSpec, shapes: dict[str, Any]
 ) -> dict[str, Shape]:
     """{name: shape} of the merged model's tensors. ValueError if an adapter's tensor does not fit
     its base weight.
 
     whole: weights that the adapter stores in full; an embedding or head among them may have more
-    rows than the base's. rank: the adapter's. shapes: {name: shape} of the base's tensors.
+    rows than the base's. spec: the adapter's. shapes: {name: shape} of the base's tensors.
     """
     merged = dict(shapes)
     for module, (a, b) in source.pairs.items():
         shape = shapes[f"{module}.weight"]
         out_size, in_size = reversed(shape) if "lora_embedding" in a else shape
+        rank = spec.rank_of(module)
         source.check(a, (rank, in_size))
         source.check(b, (out_size, rank))
     for name in sorted(whole):

@@ -1,14 +1,27 @@
 """Keys and rules of adapters, for finetuning_type: lora."""
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from .args_rules_training import Need, harmless_need
 from .args_values import ArgumentGroup, amount, arg, count, flag, optional
-from .errors import Rule
+from .errors import Rule, expect
 from .tables import FINETUNING, register_keys
 
 # megatron's names of the modules with a row per token -> those of Hugging Face
 _OF_MEGATRON = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}
+PATTERN_KEYS = ("target_parameters", "rank_pattern", "alpha_pattern")
+
+
+def _check_patterns(patterns: dict[str, Any]) -> None:
+    """ValueError for a pattern that is no regular expression, or whose number is not positive."""
+    for pattern, number in patterns.items():
+        expect(number > 0, f"{pattern}: expected a number above 0, got {number}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern} is no regular expression: {error}") from None
 
 
 @dataclass(kw_only=True)
@@ -26,6 +39,16 @@ class LoraArguments(ArgumentGroup):
         ["all"],
         "all (every linear layer except the head), module names, or patterns",
         words={"all-linear": "all"},  # PEFT's word
+    )
+    target_parameters: list[str] | None = optional(
+        "stacked parameters of experts with one adapter each, such as mlp.experts.gate_up_proj"
+    )
+    rank_pattern: dict[str, int] | None = optional(
+        "another rank for modules, such as {q_proj: 16}: ends of names, or regular expressions",
+        check=_check_patterns,
+    )
+    alpha_pattern: dict[str, float] | None = optional(
+        "another alpha for modules, in the form of rank_pattern", check=_check_patterns
     )
     use_rslora: bool = flag("scale adapters by alpha / sqrt(rank)")
     modules_to_save: list[str] | None = optional(
@@ -50,7 +73,11 @@ _RULES = (
         "finetuning_type is not lora, and the adapter would not be used",
         "finetuning_type: lora",
     ),
-    Rule("!lora_target finetuning_type=lora", "it names no layer", "lora_target: all"),
+    Rule(
+        "!lora_target !target_parameters finetuning_type=lora",
+        "it names no layer",
+        "lora_target: all",
+    ),
     Rule(
         "optim=muon finetuning_type=lora",
         "Muon makes updates of whole matrices orthogonal, and adapters are factors of them",
@@ -64,10 +91,13 @@ _NEEDS = (
         "finetuning_type: lora",
     ),
     harmless_need(
-        "modules_to_save save_merged_model", "finetuning_type=lora", "finetuning_type: lora"
+        "modules_to_save save_merged_model target_parameters rank_pattern alpha_pattern",
+        "finetuning_type=lora",
+        "finetuning_type: lora",
     ),
     harmless_need(
-        "lora_rank lora_alpha lora_target use_rslora modules_to_save",
+        "lora_rank lora_alpha lora_target use_rslora modules_to_save target_parameters "
+        "rank_pattern alpha_pattern",
         "!adapter_name_or_path|!finetuning_type=lora",
         "adapter_name_or_path:",
     ),

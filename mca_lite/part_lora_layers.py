@@ -25,22 +25,17 @@ matrices, as megatron must know it for gradient reduction and gradient norm:
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from . import parallel
-from .args_values import check_keys
-from .errors import ConfigError
-from .families import LANGUAGE_MODEL
-from .finetuning import finetuning_of
 from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
 from .model_linears import experts_product
-from .part_lora_keys import LoraArguments
+from .part_lora_patterns import LoraSpec
 from .part_lora_product import AdaptedExperts, AdaptedProduct, with_room
 
 PROJECTIONS = ("gate", "up", "down")  # an expert's projections
@@ -50,61 +45,6 @@ COLUMN = 0
 ROW = 1
 # sharded axis of a linear's matrix -> sharded axes of A and B
 _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """Settings of a model's LoRA adapters. ConfigError for a rank, alpha or dropout that the keys
-    in LoraArguments would refuse.
-
-    alpha: None means 2 * rank. use_rslora: scale by alpha / sqrt(rank), not alpha / rank.
-    targets: module names or patterns, as in the configuration key lora_target.
-    modules_to_save: ends of names of modules that are trained whole beside the adapters.
-    modules: Hugging Face names of the modules with adapters; part_lora_sites.plan fills them in.
-    base_model: name or folder of the frozen model.
-    parts: in a model that also reads images, the parts (such as the language model) in which
-    targets may match; a target that is a module's whole name matches in any part.
-    """
-
-    rank: int = 8
-    alpha: Any = None  # float; None: 2 * rank
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all",)
-    use_rslora: bool = False
-    modules_to_save: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    base_model: str | None = None
-    parts: tuple[str, ...] = (LANGUAGE_MODEL,)
-
-    def __post_init__(self) -> None:
-        keys = dict(lora_rank=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout)
-        if problems := check_keys(LoraArguments, **keys):
-            raise ConfigError(problems)
-        if self.alpha is None:
-            object.__setattr__(self, "alpha", 2 * self.rank)
-
-    def __str__(self) -> str:
-        modules = f"{len(self.modules)} modules"
-        return f"LoRA of rank {self.rank} on {modules}, scale {self.scale:g}"
-
-    @property
-    def scale(self) -> float:
-        """Factor on B A x: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
-        if self.use_rslora:
-            return self.alpha / math.sqrt(self.rank)
-        return self.alpha / self.rank
-
-
-def spec_of(model: Any) -> Any:
-    """The LoraSpec of a model with LoRA adapters; None for other models."""
-    return getattr(finetuning_of(model), "spec", None)
-
-
-def is_saved(module: str, spec: LoraSpec) -> bool:
-    """True if this Hugging Face module is trained whole, because its name ends with a name in the
-    spec's modules_to_save, as in PEFT.
-    """
-    return module.endswith(tuple(spec.modules_to_save))
 
 
 class Piece(NamedTuple):
@@ -322,13 +262,23 @@ class LoraAdapter(Adapter):
         self.cut = cut if self.tp > 1 else None
         self.groups = groups
         axis_a, axis_b = _CUT_AXES[cut]
-        r = spec.rank
-        rows = {m: slice(i * r, (i + 1) * r) for i, m in enumerate(itertools.chain(*names))}
-        self._add("lora_A", "lora_A.weight", rows, (len(rows) * r, in_size), axis_a)
+        adapted = [*itertools.chain(*names)]
+        ranks = [*map(spec.rank_of, adapted)]
+        ends = itertools.accumulate(ranks)
+        rows = {m: slice(end - r, end) for m, r, end in zip(adapted, ranks, ends, strict=True)}
+        self._add("lora_A", "lora_A.weight", rows, (sum(ranks), in_size), axis_a)
+        # a number, or a factor for each row of A
+        self.scale: Any = spec.scale_of(adapted[0])
+        scales = [*map(spec.scale_of, adapted)]
+        if len(set(scales)) > 1:
+            factors = torch.tensor(scales, device=self.device)
+            factors = factors.repeat_interleave(torch.tensor(ranks, device=self.device))
+            del self.scale
+            self.register_buffer("scale", factors, persistent=False)
         for i, modules in enumerate(names):
             whole = dict.fromkeys(modules, slice(None))
             if whole:
-                shape = (widths[i], r)
+                shape = (widths[i], spec.rank_of(modules[0]))
                 rows_of_b = axis_b, vocab_size, orders and orders[i]
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
 
@@ -385,7 +335,7 @@ class LoraAdapter(Adapter):
         elif self.cut == ROW and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
-        out = AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers, again)
+        out = AdaptedProduct.apply(x, weight, room, a, b, self.scale, gathers, again)
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
@@ -409,7 +359,7 @@ class LoraAdapter(Adapter):
             )
         elif self.cut == COLUMN:
             low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
-        return low * self.spec.scale
+        return low * self.scale
 
     def factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scale * A hidden, this rank's B), for an output layer, whose chunked loss multiplies
@@ -421,7 +371,7 @@ class LoraAdapter(Adapter):
         """{"weight": W + scale * B A in W's dtype} for a transformers router with weight W, which
         is not sharded.
         """
-        delta = self.spec.scale * self.lora_B_0 @ self.lora_A
+        delta = self.scale * self.lora_B_0 @ self.lora_A
         return {"weight": (router.weight.float() + delta).to(router.weight.dtype)}
 
 
@@ -454,8 +404,10 @@ class LoraEmbedding(Adapter):
         whole = dict.fromkeys(modules, slice(None))
         a = "lora_embedding_A"
         b = "lora_embedding_B"
-        self._add(a, a, whole, (spec.rank, *widths), 1, vocab_size)
-        self._add(b, b, whole, (in_size, spec.rank), None)
+        rank = spec.rank_of(modules[0])
+        self.scale = spec.scale_of(modules[0])
+        self._add(a, a, whole, (rank, *widths), 1, vocab_size)
+        self._add(b, b, whole, (in_size, rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The adapter's output, which the caller adds to the embedding's: tokens [b, s] -> float32
@@ -473,7 +425,7 @@ class LoraEmbedding(Adapter):
             if self.sequence_parallel:
                 low = low.transpose(0, 1).contiguous()
             low = self._summed(low)
-        return F.linear(low * self.spec.scale, self.lora_embedding_B)
+        return F.linear(low * self.scale, self.lora_embedding_B)
 
 
 class LoraExperts(Adapter):
@@ -499,19 +451,39 @@ class LoraExperts(Adapter):
     ) -> None:
         super().__init__(spec, **shared)
         self.ep = ep
-        self.adapted = [p for p, modules in zip(PROJECTIONS, names, strict=True) if modules]
-        for projection, modules in zip(self.adapted, filter(None, names), strict=True):
+        of_projections = {p: m for p, m in zip(PROJECTIONS, names, strict=True) if m}
+        self.adapted = [*of_projections]
+        # single experts have one rank and scale (part_lora_patterns.check_stacked)
+        self.scales = {p: spec.scale_of(modules[0]) for p, modules in of_projections.items()}
+        self.ranks = {p: spec.rank_of(modules[0]) for p, modules in of_projections.items()}
+        gates = of_projections.get("gate", ())
+        # gate and up share A, as PEFT's adapter of a stacked parameter has it
+        self.is_joined = bool(gates) and spec.stacks(gates[0])
+        for projection, modules in of_projections.items():
             sizes = [hidden_size, columns]
             axis_a, axis_b = _CUT_AXES[COLUMN]
             if projection == "down":
                 sizes.reverse()
                 axis_a, axis_b = _CUT_AXES[ROW]
             n = len(modules)
+            rank = self.ranks[projection]
             parts = dict(zip(modules, range(n), strict=True))
-            a = (n, spec.rank, sizes[0])
-            b = (n, sizes[1], spec.rank)
-            self._add(f"{projection}_A", "lora_A.weight", parts, a, axis_a)
+            a = (n, rank, sizes[0])
+            b = (n, sizes[1], rank)
+            owners = parts
+            if self.is_joined and projection == "gate":
+                owners = parts | dict(zip(of_projections["up"], range(n), strict=True))
+            if not self.is_joined or projection != "up":
+                self._add(self._name_of_a(projection), "lora_A.weight", owners, a, axis_a)
             self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
+
+    def _name_of_a(self, projection: str) -> str:
+        """The parameter with A of a projection."""
+        return "gate_up_A" if self.is_joined and projection != "down" else f"{projection}_A"
+
+    def _b(self, projections: Iterable[str]) -> torch.Tensor:
+        """The matrix B [n, outputs, r] of projections that share A."""
+        return torch.cat([self._matrix(f"{p}_B") for p in projections], 1)
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         parameter.allreduce = False  # its gradient is reduced over the ranks with the same experts
@@ -537,12 +509,17 @@ class LoraExperts(Adapter):
         float32. c is padded to a multiple of 8, because grouped GEMMs in half precision need
         multiples of 16 bytes.
         """
-        a = torch.cat([self._matrix(f"{p}_A") for p in projections if p in self.adapted], 1)
-        columns = -(-a.shape[1] // 8) * 8
+        scales = {self._name_of_a(p): self.scales[p] for p in projections if p in self.adapted}
+        a = torch.cat([self._matrix(name) * scale for name, scale in scales.items()], 1)
+        rank = a.shape[1]
+        columns = -(-rank // 8) * 8
         absent = a.new_zeros(len(a), outputs // len(projections), 0)
         bs = [self._matrix(f"{p}_B") if p in self.adapted else absent for p in projections]
-        b = torch.cat(_side_by_side(bs, columns), 1)
-        return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
+        if self.is_joined and len(bs) > 1:
+            b = F.pad(torch.cat(bs, 1), (0, columns - rank))
+        else:
+            b = torch.cat(_side_by_side(bs, columns), 1)
+        return F.pad(a, (0, 0, 0, columns - rank)), b
 
     def forward(
         self,
@@ -565,32 +542,36 @@ class LoraExperts(Adapter):
             a, b = self._factors(projections, outputs)
             low = multiply(self._dropped(x.float()), a)
             return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
-        r = self.spec.rank
+        units = [tuple(names)] if self.is_joined else [(name,) for name in names]
+        r = self.ranks[names[0]]
         width = outputs // len(projections)
-        spans = [
-            (slice(i * r, (i + 1) * r), slice(width * place, width * (place + 1)))
-            for i, place in enumerate(map(projections.index, names))
-        ]
-        room = functools.partial(self._room, weight, names, spans)
+        spans = []
+        for i, unit in enumerate(units):
+            first = projections.index(unit[0])
+            rows = slice(width * first, width * (first + len(unit)))
+            spans.append((slice(i * r, (i + 1) * r), rows))
+        room = functools.partial(self._room, weight, units, spans)
         again = getattr(x, "again", None)
-        matrices = [self._matrix(f"{p}_{letter}") for letter in "AB" for p in names]
-        return AdaptedExperts.apply(x, room, spans, self.spec.scale, multiply, again, *matrices)
+        matrices = [self._matrix(self._name_of_a(unit[0])) for unit in units]
+        matrices += map(self._b, units)
+        scale = self.scales[names[0]]
+        return AdaptedExperts.apply(x, room, spans, scale, multiply, again, *matrices)
 
     @torch.no_grad()
     def _room(
-        self, weight: torch.Tensor, names: list[str], spans: list[tuple[slice, slice]]
+        self, weight: torch.Tensor, units: list[tuple[str, ...]], spans: list[tuple[slice, slice]]
     ) -> torch.Tensor:
-        """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of the projections
-        `names` in its last rows, and their B in its last columns. c is padded to a multiple of 8,
-        because grouped GEMMs in half precision need multiples of 16 bytes. spans: for each
-        projection, its part of c, and of `out`."""
-        columns = -(-self.spec.rank * len(names) // 8) * 8
+        """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of projections in
+        its last rows, and their B in its last columns. c is padded to a multiple of 8, because
+        grouped GEMMs in half precision need multiples of 16 bytes. units: projections that share
+        A. spans: for each unit, its part of c, and of `out`."""
+        columns = -(-spans[-1][0].stop // 8) * 8
         room = with_room(weight, columns, self._rooms, columns)
         inputs = weight.shape[-1]
-        for name, (part, rows) in zip(names, spans, strict=True):
-            of_a = room[:, -columns:, :inputs]
-            torch.mul(getattr(self, f"{name}_A"), self.spec.scale, out=of_a[:, part])
-            room[:, rows, inputs:][..., part].copy_(getattr(self, f"{name}_B"))
+        for unit, (part, rows) in zip(units, spans, strict=True):
+            a = getattr(self, self._name_of_a(unit[0]))
+            torch.mul(a, self.scales[unit[0]], out=room[:, -columns:, :inputs][:, part])
+            room[:, rows, inputs:][..., part].copy_(self._b(unit))
         return room
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -617,9 +598,9 @@ class LoraExperts(Adapter):
         """
         if projection not in self.adapted:
             return weight
-        a = getattr(self, f"{projection}_A")
+        a = getattr(self, self._name_of_a(projection))
         b = getattr(self, f"{projection}_B")
-        return (weight.float() + self.spec.scale * torch.bmm(b, a)).to(weight.dtype)
+        return (weight.float() + self.scales[projection] * torch.bmm(b, a)).to(weight.dtype)
 
 
 def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:

@@ -69,7 +69,7 @@ class AdaptedProduct(torch.autograd.Function):
         room: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
-        scale: float,
+        scale: float | torch.Tensor,
         group: torch.distributed.ProcessGroup | None = None,
         again: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:

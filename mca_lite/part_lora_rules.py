@@ -14,11 +14,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from .args_values import check_keys
 from .errors import Judge, Keys
 from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .hosts import last_of
 from .model_config import McaModelConfig
-from .part_lora_layers import LoraSpec, is_saved
+from .part_lora_keys import PATTERN_KEYS, LoraArguments
+from .part_lora_patterns import LoraSpec, is_saved, place_of
 
 ALL_LINEAR = ("all", "all-linear")
 ALL_ROUTERS = "all-router"
@@ -28,9 +30,8 @@ ONE_SIDED = (
 )
 # keys of adapter_config.json for unsupported features -> values that leave the feature off
 _PLAIN: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    "use_dora use_qalora lora_bias rank_pattern alpha_pattern fan_in_fan_out target_parameters "
-    "trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config "
-    "monteclora_config use_bdlora".split(),
+    "use_dora use_qalora lora_bias fan_in_fan_out trainable_token_indices layer_replication "
+    "alora_invocation_tokens arrow_config kasa_config monteclora_config use_bdlora".split(),
     (False, None, {}, []),
 )
 _PLAIN |= {
@@ -52,6 +53,9 @@ def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> No
         "lora_dropout": type(values.get("lora_dropout")) in (int, float, NoneType),
         "modules_to_save": isinstance(saved, list) and set(map(type, saved)) <= {str},
     }
+    named = {key: values[key] for key in PATTERN_KEYS if values.get(key)}
+    defects = {problem.key for problem in check_keys(LoraArguments, **named)}
+    fits |= {key: key not in defects for key in PATTERN_KEYS}
     fits |= {key: values.get(key, plain[0]) in plain for key, plain in _PLAIN.items()}
     for key, is_known in fits.items():
         judge.expect(
@@ -86,8 +90,11 @@ def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tupl
     for target in spec.targets:
         matches = {c.hf for c in candidates if target == c.hf}
         matches = matches or {c.hf for c in free if _is_match(target, c)}
+        if target in ALL_LINEAR and spec.target_parameters:  # which names the experts' adapters
+            matches = {name for name in matches if not place_of(name)}
         judge.expect(matches, "lora_target", reason, remedy, target)
         chosen |= matches
+    chosen |= {c.hf for c in candidates if spec.stacks(c.hf)}
     return tuple(c.hf for c in candidates if c.hf in chosen)
 
 
@@ -117,7 +124,7 @@ def check_other_model(
     adapter's folder, for the message."""
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
-        spec.targets and not unknown,
+        (spec.targets or spec.target_parameters) and not unknown,
         "adapter_name_or_path lora_target",
         f"it is an adapter of another model: of its {len(spec.targets)} modules this model "
         f"lacks {len(unknown)}, such as {min(unknown, default='all')}",

@@ -13,7 +13,7 @@ import torch
 
 from . import parallel
 from .errors import Judge
-from .families import LANGUAGE_MODEL, part_of, rows_of
+from .families import FAMILIES, LANGUAGE_MODEL, part_of, rows_of
 from .families_rows import PREDICTION_LAYERS, Row
 from .hosts import MegatronHost, TorchHost, host_of, module_of, modules_of
 from .mcore import ShardedTensor, mpu
@@ -24,12 +24,11 @@ from .part_lora_layers import (
     LoraAdapter,
     LoraEmbedding,
     LoraExperts,
-    LoraSpec,
     Names,
     Piece,
     in_rows,
-    is_saved,
 )
+from .part_lora_patterns import LoraSpec, check_stacked, is_saved
 from .part_lora_rules import (
     check_on_megatron,
     check_on_torch,
@@ -232,7 +231,10 @@ def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     host = host_of(model)
     rules = judge or Judge(None)
     modules = candidates_of(host)
-    spec = replace(spec, modules=resolve_targets(spec, modules, rules))
+    family = FAMILIES.get(host.model_type)
+    in_turns = family is not None and family.stacked_experts == "in_turns"
+    spec = replace(spec, modules=resolve_targets(spec, modules, rules), in_turns=in_turns)
+    check_stacked(spec, [candidate.hf for candidate in modules], rules)
     if isinstance(host, MegatronHost):
         check_on_megatron(spec, host.config, host.rows, modules, rules)
     else:

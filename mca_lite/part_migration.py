@@ -40,6 +40,9 @@ lora_r=lora_rank
 load_in_4bit=quantization_bit
 bnb_4bit_quant_type=quantization_type
 lora_target_modules=lora_target
+lora_target_parameters=target_parameters
+lora_rank_pattern=rank_pattern
+lora_alpha_pattern=alpha_pattern
 lora_modules_to_save=modules_to_save
 label_smoothing=dpo_label_smoothing
 dataset_name=dataset
@@ -220,7 +223,7 @@ ref_model_* pissa_init pissa_convert pissa_iter=16 cuda_graph_impl=none cuda_gra
 enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder
 neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths
 use_llama_pro debug loraplus_lr_ratio loraplus_lr_embedding=1e-06 truncation_mode=keep_start
-model_init_kwargs teacher_model_init_kwargs lora_target_parameters alpha dataset_kwargs
+model_init_kwargs teacher_model_init_kwargs alpha dataset_kwargs
 use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay
 """
 # reason -> keys of LLaMA-Factory and Hugging Face that have no meaning here
@@ -296,7 +299,7 @@ _IGNORED = {
     "push_to_hub decides it": "push_to_hub_* hub_*",
     "downloads read HF_TOKEN in the environment": "hf_hub_token",
     "models come from folders and the Hugging Face hub": "ms_hub_token om_hub_token",
-    "pictures and videos are read beside text": "audio_* use_audio_in_video",
+    "audio is read beside text, not from videos": "audio_* use_audio_in_video",
     "the image processor of the model decides it": "image_resize_algo crop_to_patches "
     "image_do_pan_and_scan",
 }

@@ -26,7 +26,7 @@ from .families_rows import Row
 from .finetuning import Request
 from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
-from .part_lora_layers import LoraSpec, is_saved
+from .part_lora_patterns import LoraSpec, is_saved
 from .weights_convert import degree, in_layer_order
 from .weights_files import InitSource, original_of
 

@@ -58,7 +58,7 @@ PARTS = {
         "part_audio_rows part_audio part_audio_model",
         "",
         provides="audio qwen3_omni_moe_thinker",
-        needs="pictures",
+        needs="video pictures",
     ),
     "freeze": Part(
         "part_freeze_keys part_freeze",
@@ -67,10 +67,11 @@ PARTS = {
         "freeze_trainable_layers:2 freeze_trainable_modules:all",
     ),
     "lora": Part(
-        "part_lora_keys part_lora part_lora_files part_lora_rules part_lora_sites part_lora_layers "
-        "part_lora_product",
+        "part_lora_keys part_lora_patterns part_lora part_lora_files part_lora_rules "
+        "part_lora_sites part_lora_layers part_lora_product",
         "lora_rank lora_alpha lora_dropout lora_target use_rslora modules_to_save "
-        "adapter_name_or_path save_merged_model finetuning_type=lora",
+        "adapter_name_or_path save_merged_model target_parameters rank_pattern alpha_pattern "
+        "finetuning_type=lora",
         "lora_rank:8 lora_target:all use_rslora:false save_merged_model:false",
     ),
     "quantised": Part(

@@ -229,6 +229,7 @@ def _logits(folder: str, tokens: Any, vocab_size: int, adapter: str | None = Non
         for name in source.whole_weights():
             model.get_parameter(name).copy_(source.read(name))
         part_lora.inject(model, spec).eval()
+        source.unjoin(part_lora.spec_of(model))
         part_lora.fill_adapters(model, source)
     if has_value_head(model.config.architectures):
         return model.score(model.base_model(tokens).last_hidden_state)[..., 0]

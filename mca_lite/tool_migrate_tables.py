@@ -263,7 +263,7 @@ enable_dft_loss,enable_channel_loss,acc_strategy,mrl_dims,eval_metric,callbacks,
 eval_generation_config,eval_limit,extra_eval_args,lisa_*,num_labels,problem_type,max_model_len,norm_bbox,response_prefix,\
 add_non_thinking_prefix,disable_ignore_empty_think,disable_auto_column_mapping,\
 custom_dataset_info,decision_*,hqq_axis,stop_words,logprobs,top_logprobs,structured_*,\
-freeze_parameters*,trainable_parameters*,target_regex,target_parameters,lora_bias,lora_dtype,\
+freeze_parameters*,trainable_parameters*,target_regex,lora_bias,lora_dtype,\
 lorap_lr_ratio,lora_ga_*,fourier_*,boft_*,vera_*,adapter_*,adalora_*,llamapro_*,reft_*,\
 deepspeed_autotp_size,reward_*,num_ppo_epochs,whiten_rewards,cliprange*,vf_coef,gamma,lam,\
 num_mini_batches,local_rollout_forward_batch_size,num_sample_generations,response_length,\

@@ -68,6 +68,8 @@ CHANGES_A_RUN = {
     "lora_dropout": ("0.5", START),
     "lora_target": ("q_proj", "finetuning_type=lora"),
     "use_rslora": ("true", LORA),
+    "rank_pattern": ('{{"o_proj":2}}', LORA),
+    "alpha_pattern": ('{{"o_proj":64}}', LORA),
     "modules_to_save": ("norm", LORA),
     "adapter_name_or_path": ("{folder}/adapter", LORA),
     "quantization_bit": ("8", f"{LORA} {WIDE}"),
@@ -569,6 +571,7 @@ SHOWN_BY = {
         "test_distill_cache.py::test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_"
         "without_a_teacher",
     ),
+    "target_parameters": "test_lora_patterns.py::test_stacked_parameters_train_as_with_peft",
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }
 ROWS = [CHANGES_A_RUN, IN_THE_CONFIG, IN_THE_OPTIMIZER, IN_THE_TRAINER, SHOWN_BY]

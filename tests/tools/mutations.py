@@ -96,9 +96,9 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "an adapter's alpha_pattern is ignored",
-        "rank_pattern alpha_pattern fan_in_fan_out",
-        "rank_pattern fan_in_fan_out",
-        "test_lora_errors.py::test_an_adapter_of_another_kind_is_refused",
+        "if self.alpha_pattern:",
+        "if False:",
+        "test_lora_patterns.py::test_patterns_of_linears_train_as_with_peft",
     ),
     (
         "convert verifies logits that are NaN",
