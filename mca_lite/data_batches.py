@@ -71,8 +71,9 @@ def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[st
     expect(
         not more,
         f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
-        f"expected {', '.join(known)}; images and audio are not trained: remove the columns "
-        "(dataset.remove_columns), or register_column one that a loss reads",
+        f"expected {', '.join(known)}: remove the columns (dataset.remove_columns), or "
+        "register_column one that a loss reads. Images, videos and audio are read from files "
+        "(dataset), whose samples have their pixels and spectra",
     )
 
 
@@ -364,15 +365,16 @@ def _check_limits(batch: Batch, limits: Limits) -> None:
         limits.check_positions(max(lengths, default=0))
 
 
-def count_tokens(batch: Batch) -> tuple[int, int, int, int]:
+def count_tokens(batch: Batch) -> tuple[int, int, int, int, int]:
     """(tokens, sum of squared document lengths, image patches, sum of squared patches per image or
-    video frame) of a checked batch, without padding."""
+    video frame, frames of audio) of a checked batch, without padding."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
     grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if name in batch]
     # a vision tower's attention stays within an image, or one frame of a video
     patches = [h * w for grid in grids for t, h, w in grid.tolist() for _ in range(t)]
     counted = (lengths, patches)
-    return tuple(sum(n**power for n in of) for of in counted for power in (1, 2))
+    sums = (sum(n**power for n in of) for of in counted for power in (1, 2))
+    return *sums, int(sum(batch.get("audio_lengths", ())))
 
 
 # -- mixing and the plan of batches

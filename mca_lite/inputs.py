@@ -20,10 +20,12 @@ from .tables import INPUTS, function_of, is_of_inputs
 
 class InputWork(NamedTuple):
     """FLOPs of the input modules (such as a vision tower). of_unit: per unit of input (an image
-    patch). of_square: per square of the number of units in an input, for attention."""
+    patch). of_square: per square of the number of units in an input, for attention. of_frame: per
+    frame of an audio's spectrum."""
 
     of_unit: float
     of_square: float
+    of_frame: float = 0.0
 
 
 # -- in records

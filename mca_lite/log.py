@@ -186,16 +186,22 @@ class ModelWork:
     linear_below: float = 0.0
 
     def flops(
-        self, tokens: float, squares: float, units: float = 0.0, unit_squares: float = 0.0
+        self,
+        tokens: float,
+        squares: float,
+        units: float = 0.0,
+        unit_squares: float = 0.0,
+        frames: float = 0.0,
     ) -> float:
         """FLOPs of a step. tokens: number of tokens without padding. squares: sum of squared
         document lengths. units, unit_squares: number of image patches (or other units of inputs),
-        and the sum over images of their squared number."""
+        and the sum over images of their squared number. frames: number of frames of audio."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
         if self.inputs is not None:
             flops += self.inputs.of_unit * units + self.inputs.of_square * unit_squares
+            flops += self.inputs.of_frame * frames
         if self.reference is not None:
             beside = self.reference
             flops += 2 * (beside.weights + beside.linear) * tokens + 2 * beside.core * squares

@@ -22,7 +22,8 @@ import numpy as np
 from .errors import expect
 from .files import describe_error, read_json
 from .inputs import Media
-from .part_pictures_data import Picture, PictureFile, Placed, Vision, read_picture
+from .part_pictures_data import Picture, PictureFile, Placed, read_picture
+from .part_video import VideoStore, VideoVision
 
 if TYPE_CHECKING:
     import torch
@@ -114,29 +115,36 @@ def num_tokens(frames: int, window: int) -> int:
 
 
 @dataclass(kw_only=True)
-class Hearing(Vision):
-    """Reads the images and audio of records, and places them among the tokens, for one model.
+class Hearing(VideoVision):
+    """Reads the images, videos and audio of records, and places them among the tokens, for one
+    model.
 
-    around: the text that stands for an audio in a conversation; contains its placeholder once.
+    sound: the text that stands for an audio in a conversation; contains its placeholder once.
     audio_id: the placeholder's token id. window: n_window of the audio module, half the frames of a
     chunk that it encodes.
     """
 
-    around: str
+    sound: str
     audio_id: int
     window: int
-    marks: ClassVar[dict[str, str]] = {**Vision.marks, "<audio>": "audio"}
-    unread = ("videos", "video")
-    unread_marks = re.compile(r"<video>|<\|video_pad\|>")
+    marks: ClassVar[dict[str, str]] = {**VideoVision.marks, "<audio>": "audio"}
+    unread = ()  # type: ignore[assignment]  # an annotation would make it a field
+    unread_marks = re.compile("(?!)")
+    exact_times = True
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        vision: Any = Vision.of(folder, config, tokenizer, keys)
+        vision: Any = VideoVision.of(folder, config, tokenizer, keys)
+        expect(
+            isinstance(vision, VideoVision),
+            f"{folder}: the tokenizer has no token of videos, video_token_id in config.json: it is "
+            "another model's",
+        )
         tokens = [getattr(tokenizer, name, None) for name in _TOKENS]
         text = "".join(map(str, tokens))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         expect(
-            isinstance(vision, Vision) and ids[1:2] == [config["audio_token_id"]] and len(ids) == 3,
+            ids[1:2] == [config["audio_token_id"]] and len(ids) == 3,
             f"{folder}: the tokenizer's {', '.join(_TOKENS)} are {tokens}, and audio_token_id in "
             f"config.json is {config['audio_token_id']}: it is another model's",
         )
@@ -144,14 +152,14 @@ class Hearing(Vision):
             **vars(vision),
             "tokens": {**vision.tokens, tokens[1]: "audio"},
             "token_ids": (*vision.token_ids, ids[1]),
-            "blocks": re.compile(f"({re.escape(vision.block)}|{re.escape(text)})"),
+            "blocks": re.compile(f"{vision.blocks.pattern[:-1]}|{re.escape(text)})"),
         }
         window = config["audio_config"]["n_window"]
-        return cls(**values, around=text, audio_id=ids[1], window=window)
+        return cls(**values, sound=text, audio_id=ids[1], window=window)
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**super().options, "audio": [self.around, self.window, self._audio_settings]}
+        return {**super().options, "audio": [self.sound, self.window, self._audio_settings]}
 
     @functools.cached_property
     def _audio_settings(self) -> dict[str, Any]:
@@ -191,11 +199,13 @@ class Hearing(Vision):
         return {**super().by_kind(of_columns[: len(of_columns) - len(audios)]), "audio": audios}
 
     def read_input(self, kind: str, value: Any, *place: Any) -> Any:
+        if kind != "audio":
+            return super().read_input(kind, value, *place)
         item = read_picture(value, *place)
-        return item if kind == "image" else Audio(item.path, item.data)
+        return Audio(item.path, item.data)
 
     def text_of(self, item: Any) -> str:
-        return self.block if item.kind == "image" else self.around
+        return self.sound if item.kind == "audio" else super().text_of(item)
 
     # -- among the tokens
 
@@ -212,7 +222,7 @@ class Hearing(Vision):
         return samples // int(self.extractor.hop_length)
 
     def place(self, picture: Any, where: str) -> Placed:
-        if picture.kind == "image":
+        if picture.kind != "audio":
             return super().place(picture, where)
         tokens = num_tokens(self._frames(picture, where), self.window)
         grid = 1, self.merge_size, self.merge_size * tokens  # a line of features
@@ -220,9 +230,10 @@ class Hearing(Vision):
 
     def pixels(self, placed: Placed) -> torch.Tensor:
         """The log-mel spectrum [frames, bins] of an audio; ValueError if its file has changed since
-        it was tokenised. For an image, the pixel values that Vision.pixels returns."""
+        it was tokenised. For images and videos, the pixel values that VideoVision.pixels
+        returns."""
         audio = placed.picture
-        if audio.kind == "image":
+        if audio.kind != "audio":
             return super().pixels(placed)
         expect(
             (audio.num_bytes, audio.modified) == (placed.num_bytes, placed.modified),
@@ -242,7 +253,7 @@ class Hearing(Vision):
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
         import torch
 
-        pictures = [placed for placed in inputs if placed.picture.kind == "image"]
+        pictures = [placed for placed in inputs if placed.picture.kind != "audio"]
         audios = [placed for placed in inputs if placed.picture.kind == "audio"]
         columns = super().columns(np.where(ids == self.audio_id, -1, ids), pictures)
         if audios:
@@ -254,19 +265,22 @@ class Hearing(Vision):
         return columns
 
     def shown(self, inputs: Sequence[Placed]) -> list[tuple[str, str]]:
-        return super().shown([placed for placed in inputs if placed.picture.kind == "image"])
+        return super().shown([placed for placed in inputs if placed.picture.kind != "audio"])
 
-    def store(self, folder: Path) -> PictureFile:
+    def store(self, folder: Path) -> VideoStore:
         return AudioStore(folder)
 
 
-class AudioStore(PictureFile):
-    """PictureFile for images and audios: each record begins with its kind, "image" or "audio"."""
+class AudioStore(VideoStore):
+    """VideoStore for audios too: their records have a fourth value."""
 
     def write(self, picture: Any, data: Any) -> Any:
-        return [picture.kind, *super().write(picture, data)]
+        if picture.kind != "audio":
+            return super().write(picture, data)
+        return [*PictureFile.write(self, picture, data), picture.kind]
 
     def load(self, record: Any) -> Any:
-        kind, *record = record
-        item = super().load(record)
-        return item if kind == "image" else Audio(item.path, item.data)
+        if len(record) != 4:  # a dict for a video has more
+            return super().load(record)
+        item = super().load(record[:3])
+        return Audio(item.path, item.data)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from .inputs import Media
+from .inputs import InputWork, Media
 from .model_config import McaModelConfig
 from .part_audio import Hearing
 from .part_pictures_model import Pictures, Tower, tensors_of
@@ -28,6 +28,21 @@ def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tens
         spectra = weight.new_zeros(2 * module.n_window, module.num_mel_bins)
         lengths = torch.tensor([len(spectra)], device=weight.device)
     return module(spectra.t().to(weight.dtype), feature_lens=lengths).last_hidden_state
+
+
+def for_thinker(columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a batch -> the same as keyword arguments of transformers' thinker: spectra padded
+    to one length, [audios, bins, frames], with a mask of their frames."""
+    named = {name: column for name, column in columns.items() if name not in _COLUMNS}
+    if (seconds := named.pop("second_per_grid_ts", None)) is not None:
+        named["video_second_per_grid"] = seconds
+    if "input_features" in columns:
+        lengths = columns["audio_lengths"]
+        padded = pad_sequence(columns["input_features"].split(lengths.tolist()), batch_first=True)
+        named["input_features"] = padded.mT
+        places = torch.arange(padded.shape[1], device=lengths.device)
+        named["feature_attention_mask"] = places < lengths[:, None]
+    return named
 
 
 class Towers(Tower):
@@ -72,9 +87,10 @@ class Towers(Tower):
 
 
 class Hears(Pictures):
-    """The input modules, for images and audio, of a model that reads both."""
+    """The input modules, for images, videos and audio, of a model that reads all of them."""
 
     tower = Towers
+    exact_times = True
     more_columns = _COLUMNS
     grids = (*Pictures.grids, ("audio_grid",))
 
@@ -100,13 +116,32 @@ class Hears(Pictures):
         self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
         inputs, positions = super().for_transformers(batch, inputs, positions, is_padding)
-        spectra, lengths, _ = (inputs.pop(name, None) for name in _COLUMNS)
-        if spectra is not None:
-            padded = pad_sequence(spectra.split(lengths.tolist()), batch_first=True)
-            inputs["input_features"] = padded.mT
-            places = torch.arange(padded.shape[1], device=lengths.device)
-            inputs["feature_attention_mask"] = places < lengths[:, None]
+        inputs = for_thinker(inputs)
+        inputs.pop("video_second_per_grid", None)  # positions are given
         return inputs, positions
+
+    def work(self, model: Any) -> InputWork:
+        """Pictures.work, with the audio tower's FLOPs per frame of spectrum: chunks and windows of
+        attention count as if they were full."""
+        audio = self.whole.audio_config
+        chunk = 2 * audio.n_window
+        width = audio.d_model
+        rows = audio.num_mel_bins
+        frames = chunk
+        channels = 1
+        of_chunk = 0.0
+        for _ in range(3):  # convolutions of 3 x 3, with stride 2
+            rows, frames = (rows + 1) // 2, (frames + 1) // 2
+            of_chunk += 2 * 9 * channels * audio.downsample_hidden_size * rows * frames
+            channels = audio.downsample_hidden_size
+        in_window = frames * audio.n_window_infer // chunk
+        of_layer = 4 * width + 2 * audio.encoder_ffn_dim
+        weights = channels * rows + audio.encoder_layers * of_layer + width + audio.output_dim
+        of_chunk += frames * width * (2 * weights + 4 * audio.encoder_layers * in_window)
+        trained = any("audio" in name and p.requires_grad for name, p in model.named_parameters())
+        passes = 3 if trained else 1
+        vision = super().work(model)
+        return InputWork(vision.of_unit, vision.of_square, passes * of_chunk / chunk)
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
         names = list(trained)

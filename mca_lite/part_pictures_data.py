@@ -59,7 +59,6 @@ COLUMNS_OF = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-GRIDS = (*(grid for _, grid in COLUMNS_OF.values()), "audio_grid")
 
 
 # -- where a picture is
@@ -280,6 +279,9 @@ class Vision(Media):
     media_dir: str | None = None
     is_read: bool = True
     kinds = (bytes, dict, str)  # a str in the images column is a path
+    # kind of input -> its columns of pixels and of grids
+    columns_of: ClassVar[dict[str, tuple[str, str]]] = COLUMNS_OF
+    exact_times: ClassVar[bool] = False  # of rope_positions
     marks: ClassVar[dict[str, str]] = {"<image>": "image"}
 
     @classmethod
@@ -387,8 +389,8 @@ class Vision(Media):
             height=height,
             width=width,
             factor=self.patch_size * self.merge_size,
-            min_pixels=least or processor.size["shortest_edge"],
-            max_pixels=most or processor.size["longest_edge"],
+            min_pixels=frames * least if least else processor.size["shortest_edge"],
+            max_pixels=frames * most if most else processor.size["longest_edge"],
             **({"num_frames": frames, "temporal_factor": frames} if frames > 1 else {}),
         )
         rows, columns = (size // self.patch_size for size in sizes)
@@ -529,19 +531,36 @@ class Vision(Media):
         return Path(self.media_dir or file.parent), where, self.media_dir or snapshot_of(file)
 
     def of_tokens(self, ids: np.ndarray, values: list[Any], where: str) -> tuple[Placed, ...]:
-        values_of = self.by_kind(values)
-        pictures = values_of.pop("image")
-        expect(not any(values_of.values()), f"{where}: tokens with videos: expected pictures alone")
         place = self._place_of(where)
-        placed = tuple(self.place(read_picture(value, *place), where) for value in pictures)
-        features = int(self.count(placed).sum())
-        count = int(np.isin(ids, self.token_ids).sum())
-        expect(
-            count == features,
-            f"{where}: {count} tokens {' or '.join(self.tokens)}, and the {len(placed)} pictures "
-            f"of images have {features} features: expected a token for each feature",
-        )
-        return placed
+        kinds = self.kinds_of(ids)
+        token_of = {kind: token for token, kind in self.tokens.items()}
+        waiting = {}
+        for kind, of_kind in self.by_kind(values).items():
+            placed = [self.place(self.read_input(kind, one, *place), where) for one in of_kind]
+            features = int(self.count(placed).sum())
+            count = kinds.count(kind)
+            expect(
+                count == features,
+                f"{where}: {count} tokens {token_of[kind]}, and the {len(placed)} {plural(kind)} "
+                f"of {kind}s have {features} features: expected a token for each feature",
+            )
+            waiting[kind] = iter(placed)
+        inputs: list[Placed] = []
+        while kinds:  # inputs stand in the order of their tokens
+            inputs.append(next(waiting[kinds[0]]))
+            count = int(self.count(inputs[-1:])[0])
+            expect(
+                len({*kinds[:count]}) == 1,
+                f"{where}: {inputs[-1].picture} has {count} features, and fewer tokens stand "
+                "together: expected inputs in the order of their tokens",
+            )
+            kinds = kinds[count:]
+        return tuple(inputs)
+
+    def kinds_of(self, ids: np.ndarray) -> list[str]:
+        """The kind of input of each placeholder among the tokens `ids`, in their order."""
+        kinds = dict(zip(self.token_ids, self.tokens.values(), strict=False))
+        return [kinds[number] for number in ids.tolist() if number in kinds]
 
     # -- in a chat template
 
@@ -698,15 +717,22 @@ class Vision(Media):
             self.token_ids,
             self.merge_size,
             self.steps(inputs),
+            self.exact_times,
         )
         columns = dict(zip(ROPE_COLUMNS, positions, strict=True))
-        for kind, (pixels, grids) in COLUMNS_OF.items():
-            alike = [placed for placed in inputs if placed.picture.kind == kind]
+        for names in dict.fromkeys(self.columns_of.values()):
+            alike = [one for one in inputs if self.columns_of[one.picture.kind] == names]
+            pixels, grids = names
             if alike:
-                columns[grids] = torch.tensor([placed.grid for placed in alike])
+                of_each = [grid for placed in alike for grid in self.grids_of(placed)]
+                columns[grids] = torch.tensor(of_each)
             if alike and self.is_read:
                 columns[pixels] = torch.cat([self.pixels(placed) for placed in alike])
         return columns
+
+    def grids_of(self, placed: Placed) -> list[tuple[int, int, int]]:
+        """The grids of an input in its column: one, as for images."""
+        return [placed.grid]
 
     def lost(self, units: str, cutoff_len: int) -> str:
         what = f"{units} lost pictures, or all of them, to cutoff_len {cutoff_len}: "
@@ -741,26 +767,7 @@ def _frames_of(processor: Any) -> int:
     return int(processor.temporal_patch_size) if is_glm else 1
 
 
-# -- in batches
-
-
-def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
-    """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
-    micro-batch, -1 for text and padding. token_ids: the placeholders, in the order in which their
-    features are concatenated (images before videos)."""
-    slots, count = batch["input_ids"].new_full(batch["input_ids"].shape, -1), 0
-    for token_id in token_ids:
-        is_input = (batch["input_ids"] == token_id) & ~batch["padding_mask"]
-        numbers = is_input.flatten().cumsum(0).view(is_input.shape) - 1 + count
-        slots = numbers.where(is_input, slots)
-        count += int(is_input.sum())
-    return {**batch, "image_slot": slots}
-
-
-def has_pictures(batch: dict[str, Any]) -> bool:
-    """True if the batch has images or other inputs than text, and is not a filler batch of padding
-    only."""
-    return any(name in batch for name in GRIDS) and not bool(batch["padding_mask"].all())
+# -- positions
 
 
 def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
@@ -775,8 +782,11 @@ def rope_positions(
     token_ids: int | tuple[int, ...],
     merge_size: int,
     steps: Sequence[float] | None = None,
+    exact_times: bool = False,
 ) -> torch.Tensor:
     """Rotary positions int64 [3, n], along time, height and width, for a document's token ids [n].
+    exact_times: float32 positions as in Qwen3-Omni, where positions along time are not rounded, and
+    text continues after the last of them if a video is longer than its sides.
 
     A text token has the same position on all axes, one after the token before it. The features of
     an image (a run of placeholders) start at the next position and count from there along each
@@ -802,38 +812,23 @@ def rope_positions(
     going_on[places] = 0
     going_on[places[firsts]] = grids[:, 1:].amax(1)
     starts = going_on.cumsum(0) - going_on
+    if exact_times and steps is not None:
+        last = (grids[:, 0] - 1) * torch.tensor(steps, dtype=torch.float64) + 1
+        going_on = going_on.double()
+        going_on[places[firsts]] = torch.maximum(going_on[places[firsts]], last)
+        starts = (going_on.cumsum(0) - going_on).float()
     number = torch.arange(len(grids)).repeat_interleave(counts)
     inside = torch.arange(total) - firsts[number]
     _, height, width = grids[number].T
     time = inside // (height * width)
     if steps is not None:
-        time = (time * torch.tensor(steps, dtype=torch.float32)[number]).long()
+        time = time * torch.tensor(steps, dtype=torch.float32)[number]
+        time = time if exact_times else time.long()
     positions = starts.expand(3, -1).clone()
     positions[:, places] = starts[places[firsts]][number] + torch.stack(
         (time, inside // width % height, inside % width)
     )
     return positions
-
-
-def check_slots(batch: dict[str, Any], merge_size: int) -> None:
-    """Raise ValueError if the placeholders in a batch and the features of its images (or other
-    inputs) differ in number, or if it has no rope positions. A filler batch, which is only padding,
-    may have images."""
-    lacking = [name for name in ROPE_COLUMNS if name not in batch]
-    expect(
-        not lacking,
-        f"a batch of a model with pictures lacks {', '.join(lacking)}: rope_positions gives them "
-        "for a document",
-    )
-    count = int(batch["image_slot"].max()) + 1
-    grids = [batch[name] for name in GRIDS if name in batch]
-    features = sum(int(merged_grids(grid, merge_size).prod(1).sum()) for grid in grids)
-    expect(
-        count == features or batch["padding_mask"].all(),
-        f"a batch has {count} image tokens, and its pictures {features} features: expected an "
-        "image token for each feature, and image_grid_thw of every picture (of videos the token "
-        "and video_grid_thw)",
-    )
 
 
 # -- in the token cache

@@ -93,10 +93,11 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
 
 GIVEN = ("sample", "collator")
 COLUMNS |= {
-    # positions along time, height and width (part_pictures_data.rope_positions)
-    "rope_t": Column("token", "int64", to_model=True, given_by=GIVEN),
-    "rope_h": Column("token", "int64", to_model=True, given_by=GIVEN),
-    "rope_w": Column("token", "int64", to_model=True, given_by=GIVEN),
+    # positions along time, height and width (part_pictures_data.rope_positions), which may be
+    # fractions in Qwen3-Omni
+    "rope_t": Column("token", to_model=True, given_by=GIVEN),
+    "rope_h": Column("token", to_model=True, given_by=GIVEN),
+    "rope_w": Column("token", to_model=True, given_by=GIVEN),
     # pixel_values [patches, values per patch]; image_grid_thw [images, 3], the numbers of patches
     # along time, height and width
     "pixel_values": Column("input", to_model=True, given_by=GIVEN),

@@ -28,17 +28,12 @@ from .mcore import mpu
 from .model_attention import Rope
 from .model_config import McaModelConfig
 from .parallel import largest, to_device
-from .part_pictures_data import (
-    COLUMNS_OF,
-    ROPE_COLUMNS,
-    Vision,
-    check_slots,
-    has_pictures,
-    with_image_slots,
-)
+from .part_pictures_data import COLUMNS_OF, ROPE_COLUMNS, Vision, merged_grids
 from .parts import module_of
 from .tables import is_of_inputs
 from .weights_files import InitSource
+
+_GRIDS = (*(grid for _, grid in COLUMNS_OF.values()), "audio_grid")
 
 # -- positions
 
@@ -79,6 +74,49 @@ class AxialRope:
         axes = to_device(self.axes, positions.device)
         of_frequency = positions.permute(2, 1, 0)[..., axes].float()  # [s, b, rotary_dim / 2]
         return self.rope.tables((of_frequency * inv_freq)[:, :, None], dtype)
+
+
+# -- in batches
+
+
+def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
+    """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
+    micro-batch, -1 for text and padding. token_ids: the placeholders, in the order in which their
+    features are concatenated (images before videos)."""
+    slots, count = batch["input_ids"].new_full(batch["input_ids"].shape, -1), 0
+    for token_id in token_ids:
+        is_input = (batch["input_ids"] == token_id) & ~batch["padding_mask"]
+        numbers = is_input.flatten().cumsum(0).view(is_input.shape) - 1 + count
+        slots = numbers.where(is_input, slots)
+        count += int(is_input.sum())
+    return {**batch, "image_slot": slots}
+
+
+def has_pictures(batch: dict[str, Any]) -> bool:
+    """True if the batch has images or other inputs than text, and is not a filler batch of padding
+    only."""
+    return any(name in batch for name in _GRIDS) and not bool(batch["padding_mask"].all())
+
+
+def check_slots(batch: dict[str, Any], merge_size: int) -> None:
+    """Raise ValueError if the placeholders in a batch and the features of its images (or other
+    inputs) differ in number, or if it has no rope positions. A filler batch, which is only padding,
+    may have images."""
+    lacking = [name for name in ROPE_COLUMNS if name not in batch]
+    expect(
+        not lacking,
+        f"a batch of a model with pictures lacks {', '.join(lacking)}: rope_positions gives them "
+        "for a document",
+    )
+    count = int(batch["image_slot"].max()) + 1
+    grids = [batch[name] for name in _GRIDS if name in batch]
+    features = sum(int(merged_grids(grid, merge_size).prod(1).sum()) for grid in grids)
+    expect(
+        count == features or batch["padding_mask"].all(),
+        f"a batch has {count} image tokens, and its pictures {features} features: expected an "
+        "image token for each feature, and image_grid_thw of every picture (of videos the token "
+        "and video_grid_thw)",
+    )
 
 
 # -- features
@@ -284,6 +322,7 @@ class Pictures(Inputs):
     """
 
     tower: type[Tower] = Tower
+    exact_times = False  # True: positions may be fractions
     more_columns: tuple[str, ...] = ()
     grids: tuple[tuple[str, ...], ...] = (tuple(grid for _, grid in COLUMNS_OF.values()),)
 
@@ -310,7 +349,8 @@ class Pictures(Inputs):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Placeholder token ids of (images, videos); -1 for videos if the model has none."""
+        """Placeholder token ids of (images, videos); -1 for videos if the model has none. In glm4v
+        frames of videos have the token of images."""
         return self.whole.image_token_id, getattr(self.whole, "video_token_id", -1)
 
     @property
@@ -416,6 +456,8 @@ class Pictures(Inputs):
         unseen = is_padding & torch.isin(ids, token_ids)
         inputs["input_ids"] = ids.masked_fill(unseen, other)
         positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
+        if not self.exact_times:
+            positions = positions.long()
         return inputs if has_pictures(batch) else _without_pictures(inputs), positions
 
     def parameters_of(self, model: Any) -> list[list[torch.nn.Parameter]]:

@@ -5,8 +5,8 @@ LLaMA-Factory, video_fps frames per second are taken, at most video_maxlen, even
 the last. All pictures of a folder or list are frames, shown at video_fps per second. Each two
 frames make one step of the patch grid along time; the last of an odd number is taken twice. Frames
 are resized by torch's bicubic interpolation, as in transformers' video processors, which need
-torchvision. Qwen3-VL and Qwen3.5 write the time of each two frames as text before their tokens;
-Qwen2.5-VL counts positions along time in proportion to seconds.
+torchvision. Qwen3-VL and Qwen3.5 write the time of each two frames as text before their tokens,
+GLM-4V after them; Qwen2.5-VL and Qwen3-Omni count positions along time in proportion to seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .errors import expect
 from .files import describe_error, read_json
 from .inputs import Media
 from .part_pictures_data import (
+    COLUMNS_OF,
     Picture,
     PictureFile,
     Placed,
@@ -43,14 +44,15 @@ if TYPE_CHECKING:
 
 # families whose videos are read; True: the times of frames are text
 _WRITES_TIMES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), False),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), True),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe_thinker"), False),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"), True),
 }
 # no playlists, and nothing over the network
 _OPTIONS = {
     "protocol_whitelist": "file",
     "format_whitelist": "asf,avi,flv,gif,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mpeg,mpegts,ogg",
 }
+_GLM_AROUND = ("video_start_token_id", "video_end_token_id")
 _SETTINGS = ("processor_config.json", "video_preprocessor_config.json")
 # settings that both processors of a model must share
 _SHARED = "patch_size merge_size temporal_patch_size image_mean image_std resample".split()
@@ -172,9 +174,9 @@ def _numbers_as_numbers(file: Path) -> list[Any]:
 class VideoVision(Vision):
     """Reads the images and videos of records, and places them among the tokens, for one model.
 
-    around: the text that stands for a video, with "{}" at its placeholder, video_token. start_id:
-    the token before the placeholder. writes_times: True if the text gives the times of frames
-    before their placeholders; `timed` then matches a video's times and placeholders. per_second:
+    around: the text that stands for a video, with "{}" at its placeholder, video_token. start_id,
+    end_id: the tokens before and after it. writes_times: True if the text gives the times of frames
+    beside their placeholders; `timed` then matches a video's times and placeholders. per_second:
     positions along time per second; None: one position for each two frames. keys: video_fps,
     video_maxlen, video_min_pixels and video_max_pixels.
     """
@@ -182,6 +184,7 @@ class VideoVision(Vision):
     around: str
     video_token: str
     start_id: int
+    end_id: int
     writes_times: bool
     timed: re.Pattern[str]
     per_second: float | None
@@ -201,17 +204,26 @@ class VideoVision(Vision):
             return vision
         token = tokenizer.decode([video_id])
         around = vision.block.replace(next(iter(vision.tokens)), "{}")
+        token_ids = *vision.token_ids, video_id
+        is_glm = kind == "glm4v"
+        if is_glm:
+            cls = GlmVideoVision
+            token_ids = vision.token_ids
+            around = "{}".join(tokenizer.decode([config[key]]) for key in _GLM_AROUND)
         block = around.format(token)
         ids = tokenizer(block, add_special_tokens=False)["input_ids"]
-        if ids[1:2] != [video_id] or token in vision.block:
+        if ids[1:2] != [video_id] or token in vision.block or len(ids) != 3:
             return vision
         timed = f"(?:<[0-9.]+ seconds>{re.escape(block)})+"
+        if is_glm:
+            timed = f"(?:{re.escape(vision.block)}[0-9]+)+"
+        per_second = config["vision_config"].get("tokens_per_second")
         texts = map(re.escape, (vision.block, block, around))
         blocks = "|".join(texts).replace(re.escape("{}"), timed)
         values = {
             **vars(vision),
             "tokens": {**vision.tokens, token: "video"},
-            "token_ids": (*vision.token_ids, video_id),
+            "token_ids": token_ids,
             "blocks": re.compile(f"({blocks})"),
         }
         return cls(
@@ -219,9 +231,10 @@ class VideoVision(Vision):
             around=around,
             video_token=token,
             start_id=ids[0],
+            end_id=ids[2],
             writes_times=_WRITES_TIMES[kind],
             timed=re.compile(timed),
-            per_second=config["vision_config"].get("tokens_per_second"),
+            per_second=config.get("position_id_per_seconds", per_second),
             keys=(keys.video_fps, keys.video_maxlen, keys.video_min_pixels, keys.video_max_pixels),
         )
 
@@ -271,11 +284,18 @@ class VideoVision(Vision):
             return self.block
         text = self.video_token
         if self.writes_times:
-            block = self.around.format(text)
             times = (*item.seconds, item.seconds[-1])
             pairs = zip(times[:-1:2], times[1::2], strict=True)
-            text = "".join(f"<{(a + b) / 2:.1f} seconds>{block}" for a, b in pairs)
+            text = "".join(self.timed_text(a, b) for a, b in pairs)
         return self.around.format(text)
+
+    def enlarges(self) -> bool:
+        """True if frames smaller than a token are enlarged before their size is rounded."""
+        return self.writes_times
+
+    def timed_text(self, first: float, second: float) -> str:
+        """The text of two frames, shown at these seconds."""
+        return f"<{(first + second) / 2:.1f} seconds>{self.around.format(self.video_token)}"
 
     def shortened(self, content: str) -> str:
         return self.timed.sub(self.video_token, content)
@@ -287,7 +307,7 @@ class VideoVision(Vision):
             return super().place(picture, where)
         height, width = picture.size
         factor = self.patch_size * self.merge_size
-        scale = max(1, factor / height, factor / width) if self.writes_times else 1
+        scale = max(1, factor / height, factor / width) if self.enlarges() else 1
         try:
             _, *sides = self.grid(int(height * scale), int(width * scale), *self.keys[2:])
         except ValueError as error:
@@ -350,7 +370,8 @@ class VideoVision(Vision):
         start, stop = super().unit(tokens, placed, first, last)
         if self.writes_times and placed.picture.kind == "video":
             # all times and frames stand between two tokens of their own
-            return int(np.flatnonzero(tokens[:start] == self.start_id)[-1]), stop + 1
+            start = int(np.flatnonzero(tokens[:start] == self.start_id)[-1])
+            return start, last + 3 + int(np.flatnonzero(tokens[last + 2 :] == self.end_id)[0])
         return start, stop
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
@@ -371,6 +392,28 @@ class VideoVision(Vision):
 
     def store(self, folder: Path) -> VideoStore:
         return VideoStore(folder)
+
+
+class GlmVideoVision(VideoVision):
+    """Media of GLM-4V, for which each two frames of a video are an image, followed by its time in
+    whole seconds."""
+
+    columns_of: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(
+        COLUMNS_OF, COLUMNS_OF["image"]
+    )
+
+    def enlarges(self) -> bool:
+        return False  # its function that rounds does so
+
+    def timed_text(self, first: float, second: float) -> str:
+        return f"{self.block}{int(first)}"
+
+    def grids_of(self, placed: Placed) -> list[tuple[int, int, int]]:
+        return self.runs(placed)
+
+    def kinds_of(self, ids: np.ndarray) -> list[str]:
+        is_video = (ids == self.start_id).cumsum() > (ids == self.end_id).cumsum()
+        return ["video" if x else "image" for x in is_video[np.isin(ids, self.token_ids)]]
 
 
 class VideoStore(PictureFile):

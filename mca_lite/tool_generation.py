@@ -260,26 +260,28 @@ def last_turn(document: dict[str, Any]) -> tuple[list[int], list[int]] | None:
 def pictures_before(
     document: dict[str, Any], ids: list[int], model: Any
 ) -> dict[str, torch.Tensor]:
-    """The columns (such as pixel_values) of the pictures and videos in a document's prompt; {} if
-    there is none. ids: the prompt, which is the document's beginning. ValueError if the document's
-    pixels were not read on this rank."""
+    """The columns (such as pixel_values) of the pictures, videos and audio in a document's prompt;
+    {} if there is none. ids: the prompt, which is the document's beginning. ValueError if the
+    document's pixels were not read on this rank."""
     if not any(map(is_of_inputs, document)):
         return {}
     from .part_pictures_data import COLUMNS_OF, merged_grids
 
     kept: dict[str, torch.Tensor] = {}
-    for kind, (pixels, name) in COLUMNS_OF.items():
+    for kind, (pixels, name) in {**COLUMNS_OF, "audio": ("input_features", "audio_grid")}.items():
         grids = document.get(name, torch.empty(0, 3, dtype=torch.int64))
         expect(
             not len(grids) or pixels in document,
-            "pictures of an evaluation have no pixels on this pipeline stage: set "
+            "inputs of an evaluation have no pixels or spectra on this pipeline stage: set "
             "predict_with_generate: false, and ask the exported model, python -m mca_lite generate",
         )
         ends = merged_grids(grids, model.config.vision_config.spatial_merge_size).prod(1).cumsum(0)
-        count = int((ends <= ids.count(getattr(model.config, f"{kind}_token_id"))).sum())
-        patches = int(grids[:count].prod(1).sum())
+        count = int((ends <= ids.count(getattr(model.config, f"{kind}_token_id", None))).sum())
+        rows = grids[:count].prod(1)
+        if count and kind == "audio":
+            rows = kept["audio_lengths"] = document["audio_lengths"][:count]
         if count:
-            kept |= {pixels: document[pixels][:patches], name: grids[:count]}
+            kept |= {pixels: document[pixels][: int(rows.sum())], name: grids[:count]}
     if "second_per_grid_ts" in document and "video_grid_thw" in kept:
         kept["second_per_grid_ts"] = document["second_per_grid_ts"][: len(kept["video_grid_thw"])]
     return kept
@@ -396,7 +398,10 @@ def _joined(
         for name in set().union(*columns)
     }
     is_video = ids == getattr(model.config, "video_token_id", None)
-    joined["mm_token_type_ids"] = (ids == model.config.image_token_id) + 2 * is_video
+    if hasattr(model.config, "audio_config"):
+        joined = function_of("part_audio_model:for_thinker")(joined)
+    else:
+        joined["mm_token_type_ids"] = (ids == model.config.image_token_id) + 2 * is_video
     return {name: column.to(model.device) for name, column in joined.items()}
 
 

@@ -20,7 +20,7 @@ from .tables import function_of
 
 # -- numbers of a step
 
-_COUNTS = 5
+_COUNTS = 6
 _NEVER = 2**31 - 1  # young collections before a full one
 
 
@@ -41,8 +41,8 @@ class EvalLoopOutput(NamedTuple):
 @dataclass
 class Numbers:
     """Metrics and counts of steps in one float64 vector, so that one collective sums them: (sum,
-    count) for each of `keys`, then tokens, squared document lengths, image patches and squared
-    patches (data_batches.count_tokens), then positions including padding."""
+    count) for each of `keys`, then tokens, squared document lengths, image patches, squared patches
+    and frames of audio (data_batches.count_tokens), then positions including padding."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -93,8 +93,9 @@ class Numbers:
         self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
     def counts(self) -> list[float]:
-        """[tokens, squared document lengths, image patches, squared patches, positions with
-        padding], as data_batches.count_tokens sums the first four. Waits for the device."""
+        """[tokens, squared document lengths, image patches, squared patches, frames of audio,
+        positions with padding], as data_batches.count_tokens sums the first five. Waits for the
+        device."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:

@@ -18,10 +18,12 @@ from transformers import Qwen3OmniMoeThinkerForConditionalGeneration as Thinker
 
 from mca_lite.args import parse_args
 from mca_lite.run import make_plan
-from tests.shared import pictures, video_files, world
+from tests.shared import kto_tools, pictures, policy_tools, video_files, world
+from tests.shared.answers import STEPS
 from tests.shared.cells import shared_worlds, thinned
 from tests.shared.chats import assistant, user, write_records
 from tests.shared.commands import error_of, run_script
+from tests.shared.dpo_tools import COUNT, Pairs, curve_of, differences, oracle_curve, our_run
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.layouts import (
     CP2,
@@ -37,7 +39,7 @@ from tests.shared.layouts import (
     TP2,
     TWO_ROWS,
 )
-from tests.shared.picture_files import PROCESSOR, TOKENS, draw, picture_tokenizer
+from tests.shared.picture_files import PROCESSOR, TOKENS, draw
 from tests.shared.training import assert_same_curve, read_log, train
 
 THINKER = "qwen3_omni_moe_thinker"
@@ -217,8 +219,10 @@ def test_files_are_written_as_they_were_read(path, speaking, tmp_path):
 
 # -- in records
 
-TEMPLATE = video_files.TEMPLATE.replace("video", "audio").replace(
-    "<|vision_start|><|audio_pad|><|vision_end|>", "<|audio_start|><|audio_pad|><|audio_end|>"
+TEMPLATE = video_files.TEMPLATE.replace(
+    "{% else %}{{ c['text'] }}",
+    "{% elif c['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
+    "{% else %}{{ c['text'] }}",
 )
 AUDIO_TOKENS = ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
 
@@ -240,18 +244,18 @@ def save_whole_model(folder: Path):
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 
-    tokenizer = picture_tokenizer(TEMPLATE)
+    tokenizer = video_files.video_tokenizer(TEMPLATE)
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in AUDIO_TOKENS])
     names = ("audio_bos_token", "audio_token", "audio_eos_token")
     tokenizer.save_pretrained(folder)
     more = dict(zip(names, AUDIO_TOKENS, strict=True))
     tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=more)
     save_speaking_model(folder, vocab_size=len(tokenizer), max_position_embeddings=512)
-    ids = tokenizer.convert_tokens_to_ids([*TOKENS, *AUDIO_TOKENS[:2]])
-    keys = "vision_start_token_id image_token_id vision_end_token_id audio_start_token_id "
-    keys += "audio_token_id"
+    ids = tokenizer.convert_tokens_to_ids(AUDIO_TOKENS)
+    keys = ("audio_start_token_id", "audio_token_id", "audio_end_token_id")
     config = json.loads((folder / "config.json").read_text())
-    config["thinker_config"] |= dict(zip(keys.split(), ids, strict=True))
+    config["thinker_config"] |= dict(zip(keys, ids, strict=True))
+    config["thinker_config"] |= video_files.token_ids(tokenizer)
     (folder / "config.json").write_text(json.dumps(config))
     settings = dict(feature_size=8, sampling_rate=16_000, hop_length=160, n_fft=400)
     settings |= dict(feature_extractor_type="WhisperFeatureExtractor", chunk_length=30)
@@ -261,11 +265,13 @@ def save_whole_model(folder: Path):
     return tokenizer
 
 
+FRAMES = [f"{n}.png" for n in range(4)]  # two a second
 RECORDS = [
     dict(audios=["a.wav"], question="<audio>what is it?"),
     dict(audios=["b.wav", "a.wav"], images=["p.png"], question="<audio>and<image>, <audio>?"),
     dict(question="nothing?"),
     dict(audios=["c.wav"], question="<audio>why?"),
+    dict(audios=["a.wav"], videos=[FRAMES], question="<video>and <audio>?"),
 ]
 
 
@@ -278,17 +284,19 @@ def records(tmp_path_factory):
     write_sound(folder / "b.wav", 1.23)
     write_sound(folder / "c.wav", 0.0126)
     draw(folder / "p.png", 12, 8)
+    for number, name in enumerate(FRAMES):
+        draw(folder / name, 16, 8, seed=number)
     rows = []
     for number, record in enumerate(RECORDS):
-        more = {key: record[key] for key in ("audios", "images") if key in record}
+        more = {key: record[key] for key in ("audios", "images", "videos") if key in record}
         turns = [user(record["question"]), assistant("y" * (number + 1))]
         rows.append({"messages": turns, **more})
     write_records(folder / "chats.jsonl", *rows)
     return folder, tokenizer
 
 
-def losses_of(folder: Path, tokenizer, model, record: dict, answer: str) -> torch.Tensor:
-    """Losses of an answer by transformers' model, with its processors' inputs."""
+def prompt_of(folder: Path, tokenizer, record: dict) -> tuple[str, dict]:
+    """(text of a record's prompt, its inputs by transformers' processors)"""
     from transformers import WhisperFeatureExtractor
     from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
         _get_feat_extract_output_lengths,
@@ -318,7 +326,25 @@ def losses_of(folder: Path, tokenizer, model, record: dict, answer: str) -> torc
         columns |= processor(images=[Image.open(folder / images[0])], return_tensors="pt")
         count = int(columns["image_grid_thw"].prod()) // 4
         content = content.replace("<image>", TOKENS[0] + TOKENS[1] * count + TOKENS[2])
-    prompt = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    if videos := record.get("videos"):
+        processor = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+        frames = [
+            processor(images=Image.open(folder / name), do_resize=False, return_tensors="pt")
+            for name in videos[0]
+        ]
+        halves = [each["pixel_values"].view(-1, 3, 2, 4)[:, :, 0] for each in frames]
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        columns["pixel_values_videos"] = torch.cat([torch.stack(p, 2).flatten(1) for p in pairs])
+        columns["video_grid_thw"] = torch.tensor([[len(frames) // 2, 4, 8]])
+        columns["video_second_per_grid"] = torch.tensor([2 / 2.0])
+        count = int(columns["video_grid_thw"].prod()) // 4
+        content = content.replace("<video>", TOKENS[0] + video_files.VIDEO * count + TOKENS[2])
+    return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n", columns
+
+
+def losses_of(folder: Path, tokenizer, model, record: dict, answer: str) -> torch.Tensor:
+    """Losses of an answer by transformers' model, with its processors' inputs."""
+    prompt, columns = prompt_of(folder, tokenizer, record)
     texts = [f"{prompt}{answer}<|im_end|>", prompt]
     ids, before = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     ids = torch.tensor([ids])
@@ -330,7 +356,7 @@ def losses_of(folder: Path, tokenizer, model, record: dict, answer: str) -> torc
 
 RUNS = {
     "tp2": (2, "tensor_model_parallel_size=2 sequence_parallel=true packing=true"),
-    "torch": (1, "use_mca=false per_device_train_batch_size=2"),
+    "torch": (1, "use_mca=false per_device_train_batch_size=5"),
 }
 
 
@@ -345,7 +371,8 @@ def test_the_first_loss_of_a_run_is_that_of_transformers(records, layout, tmp_pa
     ranks, keys = RUNS[layout]
     words = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} cutoff_len=128"
     words += f" max_steps=1 logging_steps=1 eval_strategy=no save_strategy=no {keys}"
-    words += f" global_batch_size={2 if 'packing' in keys else 4} output_dir={tmp_path / 'out'}"
+    words += " video_min_pixels=16"
+    words += f" global_batch_size={2 if 'packing' in keys else 5} output_dir={tmp_path / 'out'}"
     run_script(words, tmp_path, nproc=ranks)
     [line] = read_log(tmp_path / "out")
     assert line["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
@@ -369,7 +396,7 @@ def test_other_rates_and_channels_are_resampled(tmp_path):
 
 WRONG = {
     "mark": (dict(question="<audio>?"), "1 <audio> marks.* and 0 audios in the column audios"),
-    "video": (dict(videos=["a.mp4"], question="?"), "column 'videos' is there"),
+    "video": (dict(videos=["a.mp4"], question="?"), "there is no .*a.mp4"),
     "text": (dict(audios=["t.wav"], question="<audio>?"), "no WAV file.*mca-lite.audio"),
     "short": (
         dict(audios=["s.wav"], question="<audio>?"),
@@ -392,3 +419,192 @@ def test_records_that_cannot_be_are_refused(records, name, tmp_path, monkeypatch
     words = f"model_name_or_path={folder / 'model'} dataset={data} output_dir={tmp_path / 'out'}"
     words += f" max_steps=1 cache_dir={tmp_path}"
     assert re.search(said, error_of(lambda: make_plan(parse_args(words.split()))))
+
+
+# -- rollouts, answers, other stages
+
+
+def test_rollouts_bring_the_videos_and_audios_that_their_tokens_stand_for(records, tmp_path):
+    folder, tokenizer = records
+    record = RECORDS[-1] | dict(images=["p.png"], question="<audio>, <image> and <video>?")
+    prompt, wanted = prompt_of(folder, tokenizer, record)
+    ids = tokenizer(f"{prompt}yes", add_special_tokens=False)["input_ids"]
+    row = dict(ids=ids, mask=[0] * (len(ids) - 3) + [1] * 3, advantages=1.0)
+    row |= dict(audios=["a.wav"], images=["p.png"], videos=[FRAMES])
+    words = f"model_name_or_path={folder / 'model'} stage=policy media_dir={folder} max_steps=1"
+    words += f" output_dir={tmp_path / 'out'} cache_dir={tmp_path} video_min_pixels=16 dataset="
+
+    def plan_of(**changes):
+        data = write_records(tmp_path / f"{len(changes)}.jsonl", row | changes)
+        return make_plan(parse_args(f"{words}{data}".split()))
+
+    [document] = plan_of().data.train[0]
+    assert document["input_ids"].tolist() == ids[:-1]
+    spectra = wanted.pop("input_features")[0].T
+    torch.testing.assert_close(document["input_features"], spectra, rtol=0, atol=0)
+    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        torch.testing.assert_close(document[name], wanted[name], rtol=0, atol=1e-6)
+    model = Thinker.from_pretrained(folder / "model")
+    grids = wanted["image_grid_thw"], wanted["video_grid_thw"]
+    more = dict(audio_seqlens=document["audio_lengths"])
+    more |= dict(second_per_grids=wanted["video_second_per_grid"])
+    row_of_ids = torch.tensor([ids[:-1]])
+    positions, _ = model.get_rope_index(row_of_ids, *grids, torch.ones_like(row_of_ids), **more)
+    ours = torch.stack([torch.as_tensor(document[f"rope_{axis}"]) for axis in "thw"])
+    assert torch.equal(ours, positions[:, 0])
+    said = error_of(lambda: plan_of(videos=[FRAMES[:2]]))
+    assert re.search(r"16 tokens <.video_pad.>, and the 1 videos of videos have 8 features", said)
+
+
+LENGTH = 4
+
+
+def answer_of(folder: Path, tokenizer, model, record: dict) -> str:
+    """A greedy answer by transformers' model."""
+    prompt, columns = prompt_of(folder, tokenizer, record)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=LENGTH,
+        pad_token_id=end,
+        eos_token_id=end,
+        **columns,
+    )
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [(2, "pipeline_model_parallel_size=2"), (1, "use_mca=false")],
+    ids=("pp2", "torch"),
+)
+def test_answers_of_an_evaluation_are_those_of_transformers(records, ranks, keys, tmp_path):
+    folder, tokenizer = records
+    words = f"model_name_or_path={folder / 'model'} eval_dataset={folder / 'chats.jsonl'}"
+    words += f" output_dir={tmp_path / 'out'} do_predict=true do_train=false video_min_pixels=16"
+    words += f" predict_with_generate=true max_new_tokens={LENGTH} cutoff_len=256 {keys}"
+    run_script(f"{words} cache_dir={tmp_path}", tmp_path, nproc=ranks)
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "generations.jsonl")]
+    model = Thinker.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    wanted = [answer_of(folder, tokenizer, model, record).strip() for record in RECORDS]
+    assert [row["answer"] for row in rows] == wanted
+    assert len(set(wanted)) > 1
+
+
+PIECES = [(4,), (2, 30.0, 3), ((1, 3), 2, 12.0, 4), (2, 9.0, (2, 1, 1), 2)]
+HOW = pictures.of_videos(THINKER)
+
+
+def heard_answers() -> list[tuple]:
+    """Labelled answers to prompts with audio, pictures and videos."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(COUNT):
+        prompt = pictures.document(generator, *PIECES[i % 4], **HOW)
+        answer = torch.randint(10, 61, (1 + 5 * i % 9,), generator=generator)
+        found.append((prompt, answer, float(i % 3 != 1)))
+    return found
+
+
+class HeardPairs(Pairs):
+    """Pairs of answers to such prompts."""
+
+    def pair(self, draw) -> dict:
+        seed = int(draw(2, 7).sum())
+        pair = {}
+        for side in ("chosen", "rejected"):
+            count = len(draw(1, 9))
+            generator = torch.Generator().manual_seed(seed)  # the same text of the prompt
+            document = pictures.document(generator, *PIECES[seed % 4], count, **HOW)
+            document["labels"][:-count] = -100
+            pair[side] = document
+        return pair
+
+
+PREFERRED = dict(pref_loss="sigmoid", beta=0.3)
+
+
+def stage_run(path: str, out: str, stage: str, **keys) -> list:
+    if stage == "kto":
+        data = kto_tools.Answers(heard_answers())
+        return curve_of(kto_tools.kto_run(path, out, train_dataset=data, **keys))
+    if stage == "policy":
+        samples = torch.load(f"{path}/samples.pt")
+        return policy_tools.policy_run(path, out, samples, dict(name="ppo"), **keys)
+    return curve_of(our_run(path, out, PREFERRED, train_dataset=HeardPairs(), **keys))
+
+
+@pytest.fixture(scope="module")
+def of_stages(path):
+    """{stage: curve of plain transformers}"""
+    curves = {}
+    for stage in ("dpo", "kto", "policy"):
+        model = Thinker.from_pretrained(path, dtype=torch.float32)
+        if stage == "policy":
+            with torch.no_grad():
+                samples = policy_tools.with_numbers(model, documents_of_stages())
+            torch.save(samples, f"{path}/samples.pt")
+            run = functools.partial(policy_tools.oracle_run, model, samples, policy_tools.clipped)
+            lines = run(lambda tokens, answers: tokens)
+            curves[stage] = [x | dict(loss=x["total"] / x["counts"][False]) for x in lines]
+        elif stage == "kto":
+            curves[stage] = kto_tools.oracle_curve(model, steps=STEPS, raw=heard_answers())
+        else:
+            curves[stage] = oracle_curve(model, PREFERRED, STEPS, pairs=HeardPairs().pairs)
+    return curves
+
+
+def documents_of_stages() -> list[dict]:
+    generator = torch.Generator().manual_seed(5)
+    return [pictures.document(generator, *pieces, 5, **HOW) for pieces in PIECES * 2]
+
+
+STAGES = [("dpo", "tp2_sp_packed"), ("kto", "pp2"), ("policy", "torch"), ("policy", "cp2_packed")]
+MORE_STAGES = [
+    *((stage, layout) for stage in ("dpo", "kto") for layout in ("torch", "torch_packed", "cp2")),
+    *(("policy", layout) for layout in ("pp2", "tp2_sp_packed", "ep2")),
+    *(("dpo", "pp2"), ("kto", "tp2_sp_packed"), ("dpo", "torch_dp2"), ("kto", "torch_dp2")),
+]
+
+
+@pytest.mark.parametrize(
+    "stage, layout",
+    [*STAGES, *(pytest.param(*cell, marks=pytest.mark.full) for cell in MORE_STAGES)],
+)
+def test_stages_train_on_audio_as_plain_torch(stage, layout, of_stages, path, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    keys = {**keys, **(dict(steps=2) if stage == "policy" else dict(max_steps=STEPS))}
+    curves = world.run(stage_run, ranks, path, str(tmp_path), stage, **keys)
+    for curve in curves if stage != "policy" else []:
+        assert not differences(curve, of_stages[stage])
+    for line, right in zip(curves[0], of_stages[stage], strict=True):
+        assert all(
+            line[name] == pytest.approx(right[name], 1e-5, 1e-5) for name in right.keys() & line
+        )
+
+
+def test_a_reward_model_is_refused_where_transformers_has_none(records, tmp_path):
+    folder, _ = records
+    words = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} stage=rm"
+    words += f" output_dir={tmp_path / 'out'} max_steps=1"
+    said = error_of(lambda: make_plan(parse_args(words.split())))
+    assert "transformers has no model for sequence classification of this type" in said
+
+
+def test_the_work_of_the_audio_tower_is_what_torch_counts(path):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mca_lite.inputs import inputs_of
+
+    model = Thinker.from_pretrained(path, attn_implementation="eager")
+    spectra = torch.randn(8, 600)  # of whole chunks and windows
+    with FlopCounterMode(display=False) as counter:
+        model.model.audio_tower(spectra, feature_lens=torch.tensor([400, 200]))
+    forward = counter.get_total_flops()
+    work = inputs_of(model.config).work(model)
+    assert work.of_frame * 600 == pytest.approx(3 * forward, rel=1e-6)
+    model.model.audio_tower.requires_grad_(False)
+    assert inputs_of(model.config).work(model).of_frame * 600 == pytest.approx(forward, rel=1e-6)

@@ -8,7 +8,7 @@ import torch
 from mca_lite import DataArguments, load_datasets, register_column
 from mca_lite.batch import join, pack, pad, real_documents, split, to_rank, zigzag
 from mca_lite.data_batches import BatchPlan, Collator, Limits, check_batch, make_loader
-from mca_lite.part_pictures_data import with_image_slots
+from mca_lite.part_pictures_model import with_image_slots
 from mca_lite.tables import COLUMNS
 from tests.shared.toy_tokenizer import byte_tokenizer
 

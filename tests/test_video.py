@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 from mca_lite import part_video
 from mca_lite.args import parse_args
@@ -59,6 +60,73 @@ def video_vision(folder: Path, family: str, **keys) -> VideoVision:
     return VideoVision.of(folder, config, tokenizer, keys)
 
 
+def glm_vision(folder: Path):
+    tokenizer = video_files.glm_tokenizer()
+    video_files.write_glm_model(folder, tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    keys = SimpleNamespace(**video_files.KEYS)
+    return VideoVision.of(folder, config, tokenizer, keys), tokenizer
+
+
+def test_a_video_of_glm4v_has_the_tokens_and_pixels_of_transformers(frames, tmp_path):
+    from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+    from transformers.video_utils import VideoMetadata
+
+    folder, names, picture = frames
+    vision, tokenizer = glm_vision(tmp_path)
+    ids, columns = columns_of(vision, tokenizer, folder, [picture, names[:4], names])
+    image = "<|image|>"
+    processor = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2), image_token=image)
+    processor.replace_frame_token_id = lambda seconds, num_image_tokens: (
+        Glm4vProcessor.replace_frame_token_id(processor, seconds, num_image_tokens)
+    )
+    texts = []
+    for shown in ([0, 1, 2, 3], [0, 1, 2, 3, 4, 4]):
+        grid = torch.tensor([[len(shown) // 2, 6, 8]])
+        told = VideoMetadata(total_num_frames=5, fps=2.0, frames_indices=shown)
+        inputs = {"video_grid_thw": grid, "video_metadata": [told]}
+        text = Glm4vProcessor.replace_video_token(processor, inputs, 0)
+        texts.append(f"<|begin_of_video|>{text}<|end_of_video|>")
+    assert texts[1].endswith("<|end_of_image|>2<|end_of_video|>")
+    a_picture = f"<|begin_of_image|>{image * 6}<|end_of_image|>"
+    turns = [f"what is {a_picture} and {texts[0]}(?", f"so {texts[1]} again"]
+    text = "".join(
+        f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+        for turn in turns
+    )
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    wanted = pixels_of(folder, tmp_path, [*names[:4], *names, names[-1]])
+    got = columns["pixel_values"]
+    torch.testing.assert_close(got[24:], wanted, atol=1e-6, rtol=0)
+    assert columns["image_grid_thw"].tolist() == [[1, 6, 4], *[[1, 6, 8]] * 5]
+    # transformers' positions: of pictures or videos, which a document may have there
+    kinds = vision.kinds_of(np.array(ids))
+    assert kinds == ["image"] * 6 + ["video"] * 60
+    types = iter({"image": 1, "video": 2}[kind] for kind in kinds)
+    row = torch.tensor([ids])
+    types = torch.tensor([[next(types) if i in vision.token_ids else 0 for i in ids]])
+    grids = torch.tensor([[1, 6, 4]]), torch.tensor([[2, 6, 8], [3, 6, 8]])
+    config = AutoConfig.for_model(**json.loads((tmp_path / "config.json").read_text()))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config).model
+    positions = model.get_rope_index(row, types, *grids)[0][:, 0]
+    assert torch.equal(torch.stack([columns[name] for name in ROPE_COLUMNS]), positions)
+
+
+def test_a_video_of_glm4v_is_cut_whole(frames, tmp_path):
+    folder, names, picture = frames
+    vision, tokenizer = glm_vision(tmp_path)
+    start, end = tokenizer.convert_tokens_to_ids(["<|begin_of_video|>", "<|end_of_video|>"])
+    video = vision.read_input("video", names, folder, "a.jsonl:1", None)
+    ids = tokenizer(f"ab{vision.text_of(video)}cd", add_special_tokens=False)["input_ids"]
+    placed = vision.placed(tokenizer.decode(ids), [video], "a.jsonl:1")
+    document = vision.expand(np.array(ids, dtype=np.int32), placed)
+    whole, kept = vision.fit(document, placed, 0, len(document) - 3)
+    assert whole == slice(0, 2) and kept == []
+    whole, kept = vision.fit(document, placed, 0, len(document) - 2)
+    assert len(kept) == 1 and document[whole][-1] == end and start in ids
+
+
 def pixels_of(folder: Path, model: Path, names: list[str]) -> torch.Tensor:
     """Pixel values of frames by transformers' processor of pictures, which repeats each."""
     processor = AutoImageProcessor.from_pretrained(model, backend="pil")
@@ -102,8 +170,6 @@ def test_a_video_of_frames_has_the_tokens_pixels_and_positions_of_transformers(
 
 def positions_of(family: str, vision, ids: list[int], columns: dict) -> torch.Tensor:
     """Positions [3, n] by transformers' model."""
-    from transformers import AutoConfig
-
     config = AutoConfig.for_model(**json.loads((vision.folder / "config.json").read_text()))
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config).model
@@ -414,7 +480,7 @@ SHAPES = [
     [(5,), (6, (2, 2, 2), 3), (4, (3, 1, 1), 3, (1, 1), 4), (5, (2, 2), 3)],
     [(4, (2, 2), (2, 2, 1), 3), (9,), (3, (1, 2, 1), 4), (2, (2, 1, 3), 5)],
 ]
-FAMILIES = pictures.WITH_VIDEOS
+FAMILIES = list(pictures.FAMILIES)
 LAYOUTS = {
     **VISION,
     "torch": (1, {"backend": "torch", **TWO_ROWS}),
@@ -424,12 +490,13 @@ FROZEN = dict(freeze_vision_tower=True, freeze_multi_modal_projector=True)
 CASES = {family: (family, {}) for family in FAMILIES}
 CASES |= {f"{family}-frozen": (family, FROZEN) for family in ("qwen2_5_vl", "qwen3_vl")}
 FEW = [*((case, "tp2_sp_packed") for case in CASES if "moe" not in case), ("qwen2_5_vl", "torch")]
+FEW += [(pictures.HEARS, "tp2_sp_packed"), (pictures.GLM, "torch")]
 
 
 def cannot_be(case: str, layout: str) -> bool:
     """True for a cell that the package refuses, as it does with pictures."""
     return (
-        (case.startswith("qwen3_vl") and layout == "pp2_vpp2")
+        (case.startswith(("qwen3_vl", "qwen3_omni")) and layout == "pp2_vpp2")
         or ("moe" in case and layout in ("tp2", "tp2pp2"))
         or ("moe" not in case and layout == "ep2")
         or (case.startswith("qwen3_5") and layout == "torch_packed")
@@ -445,7 +512,18 @@ CELLS = [
 
 
 def data_of(family: str) -> list[dict]:
-    return pictures.samples(shapes=SHAPES, **pictures.of_videos(family))
+    shapes = SHAPES
+    if family == pictures.HEARS:  # some with audio, before a video or behind it
+        shapes = [[(*first, 20.0, 3), (8.0, *second), *rest] for first, second, *rest in SHAPES]
+    if family == pictures.GLM:  # transformers takes pictures or videos there
+        shapes = [[of_one_kind(pieces) for pieces in step] for step in SHAPES]
+    return pictures.samples(shapes=shapes, **pictures.of_videos(family))
+
+
+def of_one_kind(pieces: tuple) -> tuple:
+    """The pieces of a document, without its pictures if it has videos."""
+    sizes = [len(piece) for piece in pieces if isinstance(piece, tuple)]
+    return tuple(p for p in pieces if not isinstance(p, tuple) or len(p) == max(sizes))
 
 
 @pytest.fixture(scope="module")

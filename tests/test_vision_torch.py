@@ -328,11 +328,6 @@ MORE_STAGES = [
 MORE_LAYOUTS = {"cp2": (2, {**CP2, **TWO_ROWS}), "cp2_packed": (2, {**CP2, **PACKED})}
 
 
-def ppo(p, o, q, a, w, h):
-    r = (p - o).exp()
-    return -w * torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
-
-
 def stage_run(path: str, out: str, stage: str, **keys) -> list:
     if stage == "kto":
         data = kto_tools.Answers(kto_tools.picture_answers())
@@ -358,7 +353,9 @@ def stage_oracle(folder: str, stage: str) -> tuple:
         with torch.no_grad():
             samples = policy_tools.picture_samples_of(model)
         torch.save(samples, f"{path}/samples.pt")
-        lines = policy_tools.oracle_run(model, samples, ppo, lambda tokens, answers: tokens)
+        lines = policy_tools.oracle_run(
+            model, samples, policy_tools.clipped, lambda tokens, answers: tokens
+        )
         return path, [line | dict(loss=line["total"] / line["counts"][False]) for line in lines]
     raw = kto_tools.picture_answers()
     return path, kto_tools.oracle_curve(model, steps=STEPS, raw=raw)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.shared import tiny
+from tests.shared import pictures, tiny
 
 STEPS, GLOBAL_BATCH, COUNT = 2, 4, 7  # 7 pairs: the last step of the epoch has three
 OBJECTIVES = {
@@ -128,12 +128,10 @@ def curve_of(trainer) -> list[dict]:
 
 def logp_and_length(model, side: dict) -> tuple[torch.Tensor, int]:
     """Whole logits and log_softmax, of one response alone."""
-    ids = side["input_ids"][None]
-    more = {}
+    given = dict(input_ids=side["input_ids"][None])
     if "rope_t" in side:  # of a model with pictures
-        more = {name: side[name] for name in ("pixel_values", "image_grid_thw") if name in side}
-        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    logits = model(ids, **more).logits[0].float()
+        given = pictures.inputs_of(model, side)
+    logits = model(**given).logits[0].float()
     kept = side["labels"] != -100
     of_tokens = logits.log_softmax(-1).gather(-1, side["labels"].clamp(min=0)[:, None])[:, 0]
     return of_tokens[kept].sum(), int(kept.sum())

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 import torch
 
-from mca_lite.part_pictures_data import ROPE_COLUMNS, rope_positions
+from mca_lite.part_pictures_data import ROPE_COLUMNS
 from tests.shared import pictures, tiny
 from tests.shared.answers import curve_of_steps, trained
 from tests.shared.dpo_tools import COUNT, GLOBAL_BATCH, STEPS, logp_and_length
@@ -42,9 +42,10 @@ def shifted(prompt, answer) -> dict:
     if isinstance(prompt, dict):
         whole = torch.cat([prompt["input_ids"], prompt["labels"][-1:]])
         document = shifted(whole, answer)
-        grids = prompt.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
-        positions = rope_positions(document["input_ids"], grids, pictures.IMAGE, pictures.MERGE)
-        return prompt | document | dict(zip(ROPE_COLUMNS, positions, strict=True))
+        more = torch.arange(1, len(document["input_ids"]) - len(prompt["input_ids"]) + 1)
+        before = {name: prompt[name] for name in ROPE_COLUMNS}
+        positions = {name: torch.cat([x, x[-1] + more]) for name, x in before.items()}
+        return prompt | document | positions
     tokens = torch.cat([prompt, answer])
     labels = tokens[1:].clone()
     labels[: len(prompt) - 1] = -100

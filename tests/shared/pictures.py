@@ -83,6 +83,8 @@ HEARING = dict(
 HEARS = "qwen3_omni_moe_thinker"
 FAMILIES[HEARS] = FAMILIES["qwen3_vl_moe"]
 AUDIO_END, AUDIO_START, AUDIO = 3, 4, 9
+GLM = "glm4v"
+VIDEO_START, VIDEO_END = 3, 4  # of glm4v
 GLM_ROPE = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 FAMILIES["glm4v"] = (
     dict(num_attention_heads=2, rope_parameters=GLM_ROPE),
@@ -95,7 +97,6 @@ FAMILIES["glm4v"] = (
         hidden_act="silu",
     ),
 )
-WITH_VIDEOS = [name for name in FAMILIES if name not in (HEARS, "glm4v")]
 CHANNELS = 3 * 2 * 2 * 2  # of a patch
 
 
@@ -106,6 +107,8 @@ def hf_config(family: str, tied: bool = False, tower: dict | None = None, **of_t
     text, vision = FAMILIES[family]
     of = "image" if family == "glm4v" else "vision"
     more = {f"{of}_start_token_id": START, f"{of}_end_token_id": END}
+    if family == GLM:
+        more |= {"video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END}
     if family == HEARS:
         more |= {
             "audio_config": HEARING,
@@ -139,13 +142,22 @@ def save_model(folder, family: str, seed: int = 0, dtype=torch.float32, **change
     return str(folder)
 
 
-def document(generator, *pieces, is_timed: bool = False, seconds: float | None = None) -> dict:
+def document(
+    generator,
+    *pieces,
+    is_timed: bool = False,
+    seconds: float | None = None,
+    per_second: float = 4.0,
+    exact_times: bool = False,
+    as_images: bool = False,
+) -> dict:
     """A shifted document of pieces in their order: a number of random text tokens, the (height,
     width) of a picture in features, the (times, height, width) of a video, or a float, the number
     of frames of an audio.
 
     is_timed: two tokens of text stand before each time of a video. seconds: between times, for a
-    model whose positions count four for a second.
+    model whose positions count per_second for a second, not rounded if exact_times. as_images: each
+    time of a video is a picture, with two tokens of text after it.
     """
     from mca_lite.part_audio import num_tokens
     from mca_lite.part_pictures_data import COLUMNS_OF, rope_positions
@@ -169,7 +181,15 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
         kind, token = ("video", VIDEO) if times else ("image", IMAGE)
         grid = [*(times or [1]), MERGE * height, MERGE * width]
         grids[kind].append(grid)
-        if times and is_timed:
+        if times and as_images:
+            ids += [VIDEO_START]
+            for _ in range(grid[0]):
+                ids += [START] + [IMAGE] * (height * width) + [END] + text(2)
+            runs += [[1, *grid[1:]]] * grid[0]
+            grids["image"] += [[1, *grid[1:]]] * grid[0]
+            grids["video"].pop()
+            ids += [VIDEO_END]
+        elif times and is_timed:
             ids += [START]
             for _ in range(grid[0]):
                 ids += text(2) + [START] + [token] * (height * width) + [END]
@@ -178,14 +198,15 @@ def document(generator, *pieces, is_timed: bool = False, seconds: float | None =
         else:
             ids += [START] + [token] * (grid[0] * height * width) + [END]
             runs.append(grid)
-        steps += [4 * seconds if times and seconds else 1.0] * (len(runs) - len(steps))
+        step = per_second * seconds if times and seconds else 1.0
+        steps += [step] * (len(runs) - len(steps))
     ids = torch.tensor(ids)
     is_placeholder = (ids == IMAGE) | (ids == VIDEO) | (ids == AUDIO)
     labels = torch.where(is_placeholder | (ids == START), -100, ids)[1:]
     labels[:2] = -100
     out = dict(input_ids=ids[:-1], labels=labels)
     runs = torch.tensor(runs, dtype=torch.long)
-    positions = rope_positions(ids[:-1], runs, (IMAGE, VIDEO), MERGE, steps)
+    positions = rope_positions(ids[:-1], runs, (IMAGE, VIDEO), MERGE, steps, exact_times)
     out |= dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
     for kind, (pixels, name) in COLUMNS_OF.items():
         if grids[kind]:
@@ -207,7 +228,32 @@ def of_videos(family: str) -> dict:
     how: dict = dict(is_timed=family.startswith("qwen3"))
     if family == "qwen2_5_vl":
         how["seconds"] = 0.8  # times at 0, 1.6, 3.2 ...
+    if family == HEARS:
+        # at 0, 7.5, 15 ..., longer than the sides of a video
+        how = dict(seconds=0.3, per_second=25.0, exact_times=True)
+    if family == GLM:
+        how = dict(as_images=True)
     return how
+
+
+def glm_columns(ids: torch.Tensor, columns: dict) -> dict:
+    """What glm4v of transformers takes of a document: its videos apart from its pictures, of which
+    it takes one kind.
+    """
+    types = (ids == IMAGE).int()
+    if not bool((ids == VIDEO_START).any()):
+        return columns | {"mm_token_type_ids": types}
+    starts, ends = (torch.nonzero(ids[0] == i)[:, 0] for i in (VIDEO_START, VIDEO_END))
+    borders = zip(starts.tolist(), ends.tolist(), strict=True)
+    counts = [int((ids[0, first:last] == START).sum()) for first, last in borders]
+    grids = [each[0] for each in columns["image_grid_thw"].split(counts)]
+    grids = [torch.tensor([n, *grid[1:].tolist()]) for n, grid in zip(counts, grids, strict=True)]
+    pixels = columns["pixel_values"]
+    return dict(
+        pixel_values_videos=pixels,
+        video_grid_thw=torch.stack(grids).to(ids.device),
+        mm_token_type_ids=2 * types,
+    )
 
 
 # columns of pictures and videos, which transformers' models take as they are
@@ -363,12 +409,16 @@ def without_tower_here(models):
     return models
 
 
-def loss_of(model, document: dict) -> torch.Tensor:
-    """The sum of a document's losses, by transformers' positions."""
-    ids = document["input_ids"][None]
+def inputs_of(model, document: dict) -> dict:
+    """The arguments of transformers' model for a document; it finds the positions itself."""
+    ids = torch.as_tensor(document["input_ids"])[None]
     more = {name: document[name] for name in WHOLE if name in document}
     if hasattr(model.config, "audio_config"):
         more["attention_mask"] = torch.ones_like(ids)
+        if "second_per_grid_ts" in more:
+            more["video_second_per_grid"] = more.pop("second_per_grid_ts")
+    elif model.config.model_type == GLM:
+        more = glm_columns(ids, more)
     else:
         more["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     if more.pop("audio_grid", None) is not None:
@@ -377,7 +427,12 @@ def loss_of(model, document: dict) -> torch.Tensor:
         more["input_features"] = torch.nn.utils.rnn.pad_sequence(spectra, batch_first=True).mT
         places = torch.arange(int(lengths.max()), device=lengths.device)
         more["feature_attention_mask"] = places < lengths[:, None]
-    logits = model(input_ids=ids, use_cache=False, **more).logits[0]
+    return dict(input_ids=ids, use_cache=False, **more)
+
+
+def loss_of(model, document: dict) -> torch.Tensor:
+    """The sum of a document's losses, by transformers' positions."""
+    logits = model(**inputs_of(model, document)).logits[0]
     return torch.nn.functional.cross_entropy(
         logits.float(), document["labels"], ignore_index=-100, reduction="sum"
     )

@@ -30,8 +30,12 @@ def samples_of(model) -> list[dict]:
 
 def picture_samples_of(model) -> list[dict]:
     """Eight samples with every column, some with pictures."""
+    return with_numbers(model, pictures.samples()[:8])
+
+
+def with_numbers(model, samples: list[dict]) -> list[dict]:
+    """The samples with every column."""
     generator = torch.Generator().manual_seed(4)
-    samples = pictures.samples()[:8]
     for number, sample in enumerate(samples):
         logps, _ = log_probs_of(model, sample)
         noise = torch.randn(3, len(logps), generator=generator)
@@ -44,6 +48,12 @@ def with_some(samples: list[dict], *names: str) -> list[dict]:
     """The samples without other columns than these."""
     kept = {"input_ids", "labels", *names}
     return [{name: sample[name] for name in sample if name in kept} for sample in samples]
+
+
+def clipped(p, o, q, a, w, h):
+    """The terms of PPO's loss."""
+    r = (p - o).exp()
+    return -w * torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
 
 
 def policy_run(path: str, out: str, samples: list[dict], config: dict, **keys) -> list[dict]:

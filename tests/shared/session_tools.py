@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.shared import tiny, world
+from tests.shared import pictures, tiny, world
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, TP2_SP, VPP2
 
 TOLERANCE = 1e-5
@@ -38,11 +38,10 @@ MORE_LAYOUTS = {
 
 def log_probs_of(model, sample: dict, temperature: float = 1.0) -> tuple:
     """(log-probabilities of the labels, 0 without; entropies) [n], by whole logits."""
-    ids = torch.as_tensor(sample["input_ids"])[None]
-    more = {name: sample[name] for name in ("pixel_values", "image_grid_thw") if name in sample}
-    if more:
-        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    logits = model(ids, **more).logits[0].float() / temperature
+    given = dict(input_ids=torch.as_tensor(sample["input_ids"])[None])
+    if "rope_t" in sample:  # of a model with pictures
+        given = pictures.inputs_of(model, sample)
+    logits = model(**given).logits[0].float() / temperature
     whole = torch.log_softmax(logits, -1)
     labels = torch.as_tensor(sample["labels"])
     of_labels = whole.gather(1, labels.clamp(min=0)[:, None])[:, 0]

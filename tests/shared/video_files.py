@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from tests.shared.picture_files import PROCESSOR, TOKENS, picture_tokenizer
+from tests.shared.toy_tokenizer import byte_tokenizer
 
 VIDEO = "<|video_pad|>"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -17,6 +18,12 @@ TEMPLATE = (
     "<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GLM_TOKENS = "begin_of_image image end_of_image begin_of_video video end_of_video".split()
+GLM_TEMPLATE = TEMPLATE.replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
+).replace(
+    "<|vision_start|><|video_pad|><|vision_end|>", "<|begin_of_video|><|video|><|end_of_video|>"
 )
 KEYS = dict(
     image_min_pixels=None,
@@ -37,6 +44,27 @@ def video_tokenizer(template: str = TEMPLATE):
     return tokenizer
 
 
+def glm_tokenizer():
+    """The same with the tokens of GLM-4V."""
+    tokenizer = byte_tokenizer(GLM_TEMPLATE)
+    tokens = [AddedToken(f"<|{t}|>", special=True, normalized=False) for t in GLM_TOKENS]
+    tokenizer.add_tokens(tokens)
+    return tokenizer
+
+
+def write_glm_model(folder: Path, tokenizer) -> Path:
+    """Write a folder of GLM-4V without weights."""
+    names = "image_start image image_end video_start video video_end".split()
+    ids = tokenizer.convert_tokens_to_ids([f"<|{t}|>" for t in GLM_TOKENS])
+    ids = dict(zip((f"{name}_token_id" for name in names), ids, strict=True))
+    write_video_model(folder, tokenizer, "glm4v", ids)
+    values = {k: v for k, v in PROCESSOR.items() if k not in ("min_pixels", "max_pixels")}
+    values |= {"image_processor_type": "Glm4vImageProcessor"}
+    values |= {"size": {"shortest_edge": 128, "longest_edge": 2048}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(values))
+    return folder
+
+
 def token_ids(tokenizer) -> dict[str, int]:
     """The keys of a config.json for the tokens."""
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
@@ -55,11 +83,12 @@ def write_processors(folder: Path, family: str, patch: int = 4, **changes) -> No
         (folder / "video_preprocessor_config.json").write_text(json.dumps({**values, **changes}))
 
 
-def write_video_model(folder: Path, tokenizer, family: str) -> Path:
-    """Write a model's folder without weights."""
+def write_video_model(folder: Path, tokenizer, family: str, ids: dict | None = None) -> Path:
+    """Write a model's folder without weights. ids: keys of config.json for the tokens."""
     from tests.shared import pictures
 
-    config = pictures.hf_config(family, vocab_size=len(tokenizer)).to_dict() | token_ids(tokenizer)
+    config = pictures.hf_config(family, vocab_size=len(tokenizer)).to_dict()
+    config |= ids or token_ids(tokenizer)
     config["vision_config"]["patch_size"] = 4
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

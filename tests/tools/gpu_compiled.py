@@ -187,8 +187,7 @@ def cells_of_pictures(folder: Path) -> dict[str, tuple]:
     for name in pictures.FAMILIES:
         path = pictures.save_model(folder / name, name, **LONG)
         kinds: dict[str, tuple] = {"pictures": (LONG_PICTURES, {})}
-        if name in pictures.WITH_VIDEOS:
-            kinds["videos"] = LONG_VIDEOS, pictures.of_videos(name)
+        kinds["videos"] = LONG_VIDEOS, pictures.of_videos(name)
         if name == pictures.HEARS:
             kinds["audio"] = LONG_AUDIO, {}
         for kind, (shapes, how) in kinds.items():
