@@ -78,7 +78,6 @@ def made_by(monkeypatch, tmp_path):
     """A function: {fact: value} of another machine -> golden runs of two families are from there.
     Gradient norms of ROUGH differ by 1.5e-6 of their size between its layouts."""
     monkeypatch.setattr(golden, "FOLDER", tmp_path)
-    monkeypatch.setattr(golden, "MACHINE", tmp_path / "machine.json")
     here = golden.machine()
 
     def made_by(**facts) -> None:

@@ -1,5 +1,5 @@
 """Golden runs: ten losses and gradient norms of each family in each layout, kept as hexadecimal
-floats in tests/golden, with the machine that made them. A change of any bit is seen there; on
+floats in tests/golden, with the machine that made each. A change of any bit is seen there; on
 another machine curves are compared within tolerances() of the family.
 """
 
@@ -32,7 +32,6 @@ from tests.shared.layouts import (
 from tests.shared.training import train
 
 FOLDER = Path(__file__).parents[1] / "golden"
-MACHINE = FOLDER / "machine.json"
 STEPS = 10
 TOLERANCE = 1e-6
 # Another machine rounds in another order, as another layout does. After ten steps of KEYS floors()
@@ -176,15 +175,13 @@ def kept(family: str) -> dict:
 
 
 def write(found: dict[str, dict]) -> None:
-    """Keep curves, beside those of other cells, and this machine."""
+    """Keep curves, all of a family, with this machine."""
     FOLDER.mkdir(exist_ok=True)
-    MACHINE.write_text(json.dumps(machine(), indent=1) + "\n")
     for family, own in found.items():
-        path = FOLDER / f"{family}.json"
-        whole = {**(json.loads(path.read_text()) if path.exists() else {}), **own}
-        lines = [f'"{name}": {json.dumps(whole[name])}' for name in ("weights", *LAYOUTS)
-                 if name in whole]  # fmt: skip
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        whole = {"machine": machine(), **own}
+        names = [name for name in ("machine", "weights", *LAYOUTS) if name in whole]
+        lines = [f'"{name}": {json.dumps(whole[name])}' for name in names]
+        (FOLDER / f"{family}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def distance(a: str, b: str) -> float:
@@ -196,7 +193,7 @@ def distance(a: str, b: str) -> float:
 def floors(family: str) -> list[float]:
     """What rounding in another order is worth: the largest distance of losses, and of gradient
     norms, between the family's golden runs in other layouts and the first one."""
-    _, first, *others = kept(family).values()
+    first, *others = [kept(family)[layout] for layout in LAYOUTS if layout in kept(family)]
     steps = [pair for other in others for pair in zip(other, first, strict=True)]
     return [max((distance(a[of], b[of]) for a, b in steps), default=0.0) for of in (0, 1)]
 
@@ -224,7 +221,7 @@ def check(family: str, layout: str, own: dict) -> None:
     compared within a tolerance, and why.
     """
     golden, here = kept(family), machine()
-    then = json.loads(MACHINE.read_text())
+    then = golden["machine"]
     other = [f"{name} {here[name]}, not {then[name]}" for name in then if here[name] != then[name]]
     if own["weights"] != golden["weights"]:
         words = f"the model's random weights are others than those of the golden run of {family}"
