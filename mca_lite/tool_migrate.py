@@ -225,7 +225,7 @@ def _options(words: list[str]) -> dict[str, Any]:
             key, _, value = word[2:].replace("-", "_").partition("=")
             options[key] = [word.partition("=")[2]] if value else []
         elif options:
-            options[key].append(word)
+            options[key].append(word.rstrip(","))
     return {key: [*given, "true"][0] if len(given) < 2 else given for key, given in options.items()}
 
 

@@ -50,8 +50,6 @@ _DISTILLED = """
 @gkd beta=1,1.0: distill_loss=reverse_kl | 1 is reverse KL
 @gkd beta: distill_loss=jsd distill_jsd_mix
 @gkd beta=absent: distill_loss=jsd distill_jsd_mix=0.5 | its default
-@gkd temperature: distill_temperature | the loss is multiplied by its square here
-@gkd temperature=absent: distill_temperature=0.9 | its default; the loss is multiplied by its square
 @gkd lmbda=absent: ! | 0.5 is the default there, half of the answers by the student; here all \
 answers are the data's
 @gkd sft_alpha=0,0.0: - | it is 0
@@ -60,19 +58,27 @@ answers are the data's
 
 TRL = f"""
 method=*sft: stage=sft
+method=*online_dpo: ! | {_REINFORCED}
 method=*dpo,*mpo: stage=dpo
 method=*kto: stage=kto
 method=*reward*: stage=rm
 method=*orpo: stage=dpo pref_loss=orpo
-method=*cpo: stage=dpo pref_loss=cpo
+method=*cpo: stage=dpo
 method=*gkd: stage=distill
 method: ! | {_REINFORCED}
 {_ROLLOUT}: ! | {_REINFORCED}
-@cpo loss_type=sigmoid: - | it is the default of CPO
+@cpo loss_type=absent: pref_loss=cpo | CPO's default
+@cpo loss_type=sigmoid: pref_loss=cpo
+@cpo loss_type=simpo: pref_loss
+@cpo loss_type: ! | pref_loss: cpo or simpo
+@simpo cpo_alpha=0,0.0: - | it is 0
+@simpo cpo_alpha=absent: ! | pref_loss: [simpo, sft]: the likelihood counts there
+@simpo cpo_alpha: ! | pref_loss: [simpo, sft], and pref_loss_weights: [1, {{}}]
 max_length: cutoff_len | of prompt and answer together
 max_seq_length: cutoff_len | of prompt and answer together
 max_length=absent: cutoff_len=1024 | TRL's default
 {_DISTILLED}
+@gkd temperature: - | of sampled answers alone: the divergence is at 1
 beta: pref_beta
 @sft loss_type=nll: - | it is the loss of stage sft
 @sft assistant_only_loss=absent: ! | train_on_prompt: true for conversations, of which all tokens \
@@ -223,6 +229,8 @@ lazy_tokenize: - | streaming decides it
 model_author,model_name: - | of the set swift/self-cognition alone
 {_IMAGES}{_SHARE}
 {_DISTILLED}
+@gkd temperature: distill_temperature | the loss is multiplied by its square here
+@gkd temperature=absent: distill_temperature=0.9 | its default; the loss is multiplied by its square
 @simpo beta=absent: pref_beta=2.0 | ms-swift's default
 @simpo simpo_gamma=absent: simpo_gamma=1.0 | ms-swift's default
 beta: pref_beta

@@ -18,7 +18,7 @@ from tests.shared.foreign_files import FILES
 from tests.shared.foreign_keys import AXOLOTL, MS_SWIFT
 from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import read_log
-from tests.tools import migration_page
+from tests.tools import migrated, migration_page
 
 
 @pytest.fixture
@@ -135,6 +135,19 @@ def test_every_argument_of_the_newest_release_has_a_fate(form):
     lines = tool_migrate.migrated(form, dict.fromkeys(keys, "true") | method)
     assert len(lines) >= len(keys)
     assert [line for line in lines if line.fate == "unknown"] == []
+
+
+@pytest.mark.full
+def test_examples_in_a_folder_train_two_steps(tmp_path, capsys):
+    kto, grpo = FILES["axolotl_kto.yaml"][0], FILES["swift_grpo.sh"][0]
+    (tmp_path / "kto.yaml").write_text(kto.replace("org/model", "Qwen/Qwen3-8B"))
+    (tmp_path / "grpo.sh").write_text(grpo)
+    command = "python dpo.py --model_name_or_path Qwen/Qwen3-8B \\\n  --dataset_name a"
+    (tmp_path / "dpo.py").write_text(f'"""\n{command}\n"""\n')
+    assert migrated.main(["--train", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for fate in ("axolotl: trained", "TRL: trained", "ms-swift: another method"):
+        assert f"   1  {fate}\n" in shown
 
 
 def test_the_page_is_written_from_the_tables():

@@ -110,9 +110,8 @@ FILES = {
     "trl_gkd.sh": (
         "python gkd.py --model_name_or_path org/model --teacher_model_name_or_path org/large \\\n"
         "  --dataset_name org/set --beta 0.5 --lmbda 0 --temperature 0.9\n",
-        "stage=distill distill_loss=jsd distill_jsd_mix=0.5 distill_temperature=0.9 "
-        "teacher_model_name_or_path=org/large",
-        {"lmbda": "without effect"},
+        "stage=distill distill_loss=jsd distill_jsd_mix=0.5 teacher_model_name_or_path=org/large",
+        {"lmbda": "without effect", "temperature": "without effect: of sampled answers"},
     ),
     "trl_dpo.sh": (
         "trl dpo --config trl.yaml --beta=0.2 --push_to_hub --loss_type sigmoid hinge\n",
@@ -283,6 +282,12 @@ FILES = {
         "  --loss_type sigmoid --bf16 false\n",
         "stage=dpo pref_loss=cpo bf16=false",
         {},
+    ),
+    "trl_simpo.sh": (
+        "python examples/scripts/cpo.py --model_name_or_path=org/model --dataset_name org/set \\\n"
+        "  --loss_type simpo --cpo_alpha 0\n",
+        "stage=dpo pref_loss=simpo",
+        {"cpo_alpha": "without effect: it is 0"},
     ),
     "trl_mpo.sh": (
         "accelerate launch examples/scripts/mpo_vlm.py --model_name_or_path org/model \\\n"

@@ -87,13 +87,18 @@ def load(folder: Path, *dataset, template=TEMPLATE, stage="sft", **keys):
     return load_by_keys(keys, stage, tokenizer, media=vision), tokenizer
 
 
-def save_whole_model(folder: Path, family: str = "qwen2_5_vl"):
-    """Save a tiny model with random weights, its tokenizer and image processor -> the tokenizer."""
+def save_whole_model(folder: Path, family: str = "qwen2_5_vl", **of_text):
+    """Save a tiny model with random weights, its tokenizer and image processor -> the tokenizer.
+    of_text: changes of the text's config; its width is the tower's too."""
     from tests.shared import pictures
 
     tokenizer = picture_tokenizer()
     ids = tokenizer.convert_tokens_to_ids(list(TOKENS))
-    config = pictures.hf_config(family, vocab_size=len(tokenizer), max_position_embeddings=512)
+    of_text = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, **of_text}
+    config = pictures.hf_config(family, **of_text)
+    if "hidden_size" in of_text:
+        width = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+        setattr(config.vision_config, width, of_text["hidden_size"])
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     for name, number in zip(names, ids, strict=True):
         setattr(config, name, number)
