@@ -409,8 +409,9 @@ class ChatRenderer:
 
         @functools.cache
         def shown(end: int) -> set[str]:
-            """The thinking marks (see _mark_thinking) that the template writes if the conversation
-            ends before message `end`."""
+            """Render messages[:end] -> the marks in the text. A mark, such as "mcathought3x", is
+            the word that replaces the thinking of message 3, so it appears only if the template
+            writes that thinking."""
             return set(re.findall(r"mcathought\d+x", self._render(marked[:end])))
 
         parts: list[tuple[int, int]] = []

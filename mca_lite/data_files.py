@@ -351,8 +351,9 @@ def _read_parquet(file: str, raw: Any) -> Iterator[tuple[int, object]]:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A parquet row without the nulls inside its columns. Parquet gives each object the fields of
-    all other objects: for example each tool call gets the arguments of every tool, as nulls."""
+    """A parquet row without the fields that are null in the objects inside its columns. Parquet
+    gives each object the fields of all other objects: for example each tool call gets the arguments
+    of every tool, as nulls. Nulls in lists, and columns that are null, stay."""
     return {column: _given(value) for column, value in row.items()}
 
 

@@ -28,8 +28,8 @@ IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 class Request(NamedTuple):
     """The arguments of Finetuning.plan. arguments: RunArguments. config: a McaModelConfig or
-    transformers config. host(): returns the model to plan for, any that hosts.host_of takes.
-    num_new: number of new tokens in the vocabulary."""
+    transformers config. host(): returns the model to plan for, which is a VirtualModels, a
+    McaModelConfig or a transformers model. num_new: number of new tokens in the vocabulary."""
 
     arguments: Any
     config: Any

@@ -308,8 +308,9 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
 
 
 def _linear_products(fields: dict[str, Any]) -> int:
-    """Multiplications per token in a linear attention layer, besides its weights: in the
-    convolution, and three per head with the state [k, v]. fields: McaModelConfig's fields."""
+    """Number of multiplications per token in a linear attention layer, besides those with its
+    weight matrices: in the convolution, and 3 k v per head, because each number of a head's state
+    [k, v] is multiplied three times. fields: McaModelConfig's fields."""
     k = fields["linear_key_head_dim"]
     of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     channels = 2 * fields["linear_num_key_heads"] * k + of_values

@@ -311,8 +311,9 @@ class Router(TopKRouter):
         """Choose each token's experts: logits [s, b, E] -> (weights [T, E], 0 for experts not
         chosen; choices bool [T, E]), or with gives_choices (weights [T, k], expert indices [T, k]).
 
-        padding_mask: bool [s, b], True for padding. In training it also counts choices, and
-        attaches the gradient of the balancing losses to the weights.
+        padding_mask: bool [s, b], True for padding. In training this method also counts choices,
+        and attaches the gradient of the balancing losses to the weights; with such losses it is
+        collective over tp_cp_group.
         """
         config = self.config
         flat = logits.flatten(0, 1)

@@ -210,13 +210,18 @@ class _Chunk(NamedTuple):
         rest: int = 0,
         labels: bool = False,
     ) -> torch.Tensor:
-        """Read logits once for up to three log-sum-exps over this rank's columns: float32 [3, 2,
-        n], in each of three rows the largest logit and the sum of exponentials relative to it.
+        """Read logits [n, V / tp] once, for up to three log-sum-exps per token over this rank's
+        columns. Returns float32 [3, 2, n]: for each log-sum-exp, the largest logit and the sum of
+        exponentials relative to it.
 
-        Row 0: the columns that both models have, at the temperature. Row 1, if labels: all
-        `columns`, at temperature 1. Row 2, if events: the columns of event `rest` (tokens outside
-        of the teacher's top k), at the temperature. logits: [n, V / tp], the student's or the
-        teacher's, with its soft cap.
+        [0]: over the columns that both models have, at the temperature. [1], if `labels`: over all
+        columns, at temperature 1. [2], if `events` is given: over the tokens outside of the
+        teacher's top k, at the temperature.
+
+        logits: the student's or the teacher's, before the soft cap. columns: how many columns to
+        read; those after them are padding. softcap: the cap to apply; None: there is none. events:
+        int [n, common + 1], for each column i if it is the teacher's i-th token, and `rest` (k) if
+        it is outside of its top k; the last column is not read.
         """
         rows, width = logits.shape
         found = torch.zeros(3, 2, rows, dtype=torch.float32, device=logits.device)

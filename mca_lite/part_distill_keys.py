@@ -76,8 +76,8 @@ _DISTILLATION_RUN = (
 
 
 def _check_distillation_keys(a: Any, judge: Judge) -> None:
-    """Check the configuration keys about teacher, stored rows and divergence; Problems go to
-    `judge`. a: the keys of the stage."""
+    """Check the configuration keys about the teacher, the cache of its log-probabilities, and the
+    divergence; Problems go to `judge`. a: the keys of the stage."""
     judge.apply(_DISTILLATION)
     judge.expect(
         a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,

@@ -478,7 +478,8 @@ class LoraExperts(Adapter):
             self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
 
     def _name_of_a(self, projection: str) -> str:
-        """The parameter with A of a projection."""
+        """Name of the parameter that holds a projection's LoRA matrix A, such as "down_A". Gate and
+        up may share one, "gate_up_A"."""
         return "gate_up_A" if self.is_joined and projection != "down" else f"{projection}_A"
 
     def _b(self, projections: Iterable[str]) -> torch.Tensor:

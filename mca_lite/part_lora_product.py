@@ -145,13 +145,16 @@ class AdaptedExperts(torch.autograd.Function):
         again: Callable[[], torch.Tensor] | None,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        """x [T, in] -> [T, out].
+        """W x + scale * B A x of each token's expert: x [T, in], tokens sorted by expert -> [T,
+        out].
 
-        room(): a buffer [n, out + c, in + c] with W, scale * A in its last rows, and B in its last
-        columns. spans: for each adapted projection, its part of c, and of `out`. multiply(x, w):
+        room(): fills and returns a buffer [n, out + c, in + c] for the n experts on this rank. W is
+        in [:, :out, :in], scale * A in the c rows below it, and B in the c columns beside it; c is
+        the sum of the projections' ranks, padded. spans: for each projection with an adapter, the
+        slice of c that its rank takes, and the slice of `out` that it computes. multiply(x, w):
         multiplies each expert's tokens by w^T of this expert. again: computes x once more, for
-        backward; None: x is saved. matrices: A [n, r, in] of each projection, then B of each; they
-        get gradients.
+        backward; None: x is saved. matrices: A [n, r, in] of each of these projections, then their
+        B; only they and x get gradients. Projections that share A count as one.
         """
         ctx.save_for_backward(x if again is None else None)
         ctx.constants = room, spans, scale, multiply

@@ -644,11 +644,11 @@ class Vision(Media):
         return grids.prod(axis=1) // self.merge_size**2
 
     def expand(self, document: np.ndarray, inputs: Sequence[Placed]) -> np.ndarray:
-        """The document with each placeholder repeated, one per feature of its image. Placeholders
-        have no loss. document: int32 [n], token ids; ~id for a token without loss.
+        """The document with each placeholder token repeated, once per feature that it stands for,
+        and without loss. document: int32 [n], token ids; ~id for a token without loss.
 
-        ValueError unless the document has one placeholder for each run of the inputs; an image has
-        one run."""
+        ValueError unless the document has one placeholder for each image or video, or for each
+        frame of a video if the model's text has the frames one by one (see runs)."""
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)
         counts = self._runs(inputs).prod(axis=1) // self.merge_size**2

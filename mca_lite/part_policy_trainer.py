@@ -229,8 +229,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return rows
 
     def _documents(self, samples: Any, start: int, stop: int) -> list[dict[str, Any]]:
-        """Samples `start` to `stop` for a Session, without "group". If the loss reads logits, they
-        get the configured temperature, so that the Session divides by it as training does.
+        """Samples `start` to `stop` as the dicts that a Session takes, without the column "group".
+        If the loss reads logits, each sample without its own temperature gets the configured one,
+        so that the Session divides the logits as training does.
         """
         documents = [_document(samples[i]) for i in range(start, stop)]
         for document in documents:

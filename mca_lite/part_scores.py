@@ -283,9 +283,10 @@ class ObjectiveConfig:
         return objective_keys(self.stage, **self.as_keys() | more)
 
     def take_keys(self, **more: Any) -> None:
-        """Check this config by the rules for its configuration keys, and convert its fields to the
-        keys' types, in place. more: keys that override the config's for the check; their fields
-        stay. ConfigError if a rule refuses a value.
+        """Check this config's fields by the rules for the configuration keys that they correspond
+        to, and convert the fields to the keys' types, in place. more: values of keys to check
+        instead of this config's; the fields of these keys are not changed. ConfigError if a rule
+        refuses a value.
         """
         keys = self.check_with(**more)
         for key, name in OBJECTIVES[self.stage].keys.items():

@@ -86,7 +86,8 @@ class Tokens:
     is_first: bool, True for the first trained token of each sample.
     columns: the sample columns that the loss reads, 0 where there is no label.
     entropy: of the next-token distribution; None unless the loss sets wants_entropy.
-    sum_samples: what sum_of_sample calls.
+    sum_samples: function of values [b, s] that gives each token the sum over its sample, on all
+    context-parallel ranks; call sum_of_sample instead, which leaves out tokens without a label.
     """
 
     logps: torch.Tensor

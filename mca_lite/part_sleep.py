@@ -15,9 +15,11 @@ from .optim import parts_of
 
 
 def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> None:
-    """Move a backend's tensors to host memory if `device` is "cpu" on a rank with a GPU, by
-    leave(); or back, by come_back(), if it is this rank's device. ValueError for another device.
-    kinds: some of "model", "grad" and "optimizer"."""
+    """Move a backend's tensors to host memory or back.
+
+    device: this rank's device: come_back() moves them back. "cpu", on a rank with a GPU: leave()
+    moves them to host memory. Any other device: ValueError. kinds: which tensors, some of "model",
+    "grad" and "optimizer"; gradients are freed without a copy, and come back as 0."""
     here = parallel.device()
     wanted = torch.device(device)
     expect(

@@ -243,11 +243,13 @@ def absent_keys() -> dict[str, str]:
 
 
 def needed(values: Mapping[str, Any]) -> dict[str, str]:
-    """{key: the optional part that it needs} for the keys in `values` that need a part whose files
-    are missing: the part's own keys, and core keys with a value that the part adds.
+    """Find the configuration keys in `values` that cannot be used, because they need an optional
+    part that is missing -> {key: name of the part}.
 
-    A key of the part at its default needs nothing. values: raw, as written in the configuration,
-    because the missing part defines the types.
+    A key needs a part in two cases: the part defines the key, and its value is neither None nor the
+    default; or the core defines the key, and the part adds this value. A part is missing if its
+    files, or those of a part that it needs, are not there. values: as written in the configuration,
+    not converted, because the missing part defines the types.
     """
     found = {}
     for name in missing():

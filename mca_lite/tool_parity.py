@@ -428,8 +428,8 @@ def _plain_logits(trainer: Any, batch: dict[str, Any], places: torch.Tensor) -> 
 def _distances(
     tensors: Iterable[tuple[Name, torch.Tensor]], oracle: dict[str, Any]
 ) -> dict[Name, float]:
-    """{name: norm of the difference from the oracle's tensor}. Iterates `tensors` to the end, which
-    may be collective."""
+    """{name: norm of the difference from the oracle's tensor}, for the names that the oracle has.
+    Iterates `tensors` to the end, which may be collective."""
     pairs = ((name, tensor.float()) for name, tensor in tensors if name in oracle)
     return {name: _norm(tensor - oracle[name]) for name, tensor in pairs}
 

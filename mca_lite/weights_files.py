@@ -323,8 +323,8 @@ class SafetensorsSource:
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """Read a tensor, or the slice `part` of it. Only the bytes of `part` are read from the
-        file, except that a quantised weight is read by whole blocks or rows, and gate and up rows
-        of stacked experts together if they alternate."""
+        file, with two exceptions: a quantised weight is read in whole blocks or rows, and if a
+        file's stacked experts have gate and up rows in turns, both are read."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
