@@ -228,8 +228,8 @@ def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
     modules' names; num_layers if there is none.
     """
     # other modules come after the layers, or feed the first one
-    after = [module for module in trained if module.endswith((".norm", "lm_head"))]
-    layers = [layer_of(module, 0) for module in set(trained).difference(after)]
+    ends = (".norm", "lm_head")
+    layers = [layer_of(m, num_layers if m.endswith(ends) else 0) for m in trained]
     return min(layers, default=num_layers)
 
 

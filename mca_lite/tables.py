@@ -417,10 +417,11 @@ def register_optimizer(
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
-    for taken in (name, *aliases):
+    lowered = [alias.lower() for alias in aliases]
+    for taken in (name, *lowered):
         refuse_taken("optim", taken, {*OPTIMIZERS, *OPTIMIZER_ALIASES})
     OPTIMIZERS[name] = Optimizer(make, **fields)
-    OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
+    OPTIMIZER_ALIASES.update(dict.fromkeys(lowered, name))
 
 
 def _adam(groups: list[dict[str, Any]], args: Any) -> Any:

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from mca_lite.finetuning import lowest_layer
 from tests.shared import rm_tools, tiny, tiny_moe, world
 from tests.shared.cells import cell, shared_worlds, thinned
 from tests.shared.files import assert_same_tensors, tensors
@@ -296,6 +297,11 @@ def test_plan_counts_gradients_and_states_of_trained_weights_alone(tmp_path):
     assert memory["freeze"].optimizer == 8 * trained
     assert memory["freeze"].weights == memory["full"].weights
     assert memory["freeze"].activations < memory["full"].activations
+
+
+@pytest.mark.parametrize("trained, wanted", [("model.norm", 4), ("model.layers.2.norm", 2)])
+def test_the_last_norm_alone_comes_after_the_layers(trained, wanted):
+    assert lowest_layer([trained, "lm_head"], 4) == wanted
 
 
 def test_layers_below_every_trained_weight_have_no_backward_flops():

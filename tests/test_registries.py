@@ -423,6 +423,8 @@ def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
         register_loss("sigmoid", print, has_reference=False)
     with pytest.raises(ValueError, match="adamw_torch is registered already"):
         register_optimizer("adamw_torch", print, states=())
+    with pytest.raises(ValueError, match="adamw_8bit is registered already"):
+        register_optimizer("mine", print, states=(), aliases=("AdamW_8bit",))
     with pytest.raises(ValueError, match="expected one of text, conversations, pairs"):
         register_objective("kto", records="scores")
     with pytest.raises(TypeError, match="pref_loss five: .* got 5"):
