@@ -77,10 +77,10 @@ def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
     return longest
 
 
-def _made_whole(model: Any, width: int) -> float:
+def dequantised_bytes(model: Any, width: int) -> float:
     """Bytes of the largest quantised weight after dequantisation for a matmul; 0 if no weight is
     quantised. width: bytes per value."""
-    weights = (p for p in model.parameters() if hasattr(p, "packed"))
+    weights = (p for p in model.parameters() if hasattr(p, "whole"))
     return float(max((p.numel() * width for p in weights), default=0))
 
 
@@ -119,7 +119,7 @@ def choose(
         return found.activations + found.logits + found.buffers
 
     room = free_memory() - states_to_come(backend.optimizer, args)
-    room -= _made_whole(model, config.params_dtype.itemsize)
+    room -= dequantised_bytes(model, config.params_dtype.itemsize)
     most = max(len(block.layers) for block in blocks)
     stages = config.pipeline_model_parallel_size
     numbers = [0] * stages

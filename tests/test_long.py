@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mca_lite import part_long, part_long_auto
 from mca_lite.errors import Judge
 from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
+from mca_lite.part_quantised import FORMS, Quantised
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
 from tests.shared.held import train_and_measure
 from tests.shared.layouts import (
@@ -308,6 +309,14 @@ def test_a_number_of_layers_is_refused_beside_auto(key):
     name, _, value = key.partition("=")
     words = refusal(arguments, recompute_granularity="auto", **{name: value})
     assert name in words and "recompute_granularity is auto" in words
+
+
+def test_room_is_left_for_the_largest_dequantised_weight():
+    model = torch.nn.Linear(128, 6, bias=False)
+    assert part_long_auto.dequantised_bytes(model, 2) == 0
+    empty = Quantised.empty(model.weight.detach(), FORMS["nf4"])
+    model.weight = torch.nn.Parameter(empty, requires_grad=False)
+    assert part_long_auto.dequantised_bytes(model, 2) == 2 * 128 * 6
 
 
 # ---- host memory
