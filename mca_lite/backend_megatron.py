@@ -135,7 +135,7 @@ class MegatronBackend(Backend):
         return cp * math.lcm(2, multiple) if cp > 1 else multiple
 
     def common_length(self, longest: int) -> int:
-        """Row length to which all micro-batches of a step are padded; 0 if their lengths may
+        """Least row length to which all micro-batches of a step are padded; 0 if their lengths may
         differ.
 
         Pipeline stages need it to post receives, unless variable_seq_lengths is set. With the
@@ -181,7 +181,7 @@ class MegatronBackend(Backend):
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss sum, count) as megatron's schedule needs them. With calculate_per_token_loss they
-        are unchanged, because megatron itself sums the loss and the count over all ranks.
+        are unchanged, because gradients and counts are summed over all these ranks later.
 
         Otherwise megatron divides by the count and averages over context-parallel ranks. So the
         count is summed over these ranks (a collective), and the loss sum is multiplied by their
@@ -218,7 +218,7 @@ class MegatronBackend(Backend):
 
     def _accumulate_in_place(self, models: VirtualModels) -> None:
         """On a GPU with grad_reduce_in_fp32, let the linears' GEMMs add to DDP's float32 gradients
-        directly, without a bf16 gradient in between."""
+        directly, without a separate gradient in between."""
         if not torch.cuda.is_available() or not self.args.grad_reduce_in_fp32:
             return
         for model in models:
@@ -478,8 +478,8 @@ class MegatronBackend(Backend):
         return bool(updated), grad_norm, num_zeros
 
     def _leave_out(self) -> None:
-        """Remove the gradients of input modules, such as a vision tower, so that the next update
-        skips them: the step had no inputs for them."""
+        """Remove the gradients of input modules, such as a vision tower, that had no input in this
+        update, so that it skips them."""
         for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
             if may_rest(parameter) in self._rests:
                 main.grad = None

@@ -385,7 +385,8 @@ def _borders(lengths: torch.Tensor) -> torch.Tensor:
 def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int]]:
     """Yield (document start, chunk start, chunk end), indices in the whole row, for each chunk that
     a context-parallel rank holds. cu: the row's document borders. A chunk is a whole document if
-    cp_size is 1. Raises ValueError if a document cannot be cut into 2 * cp_size equal chunks."""
+    cp_size is 1. Otherwise raises ValueError if a document cannot be cut into 2 * cp_size equal
+    chunks."""
     for start, end in itertools.pairwise(cu):
         if cp_size == 1:
             yield start, start, end
@@ -402,15 +403,15 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     """int64 [t / cp]: the tokens that a context-parallel rank holds, in its order, as indices in
-    the whole packed row. cu: the row's document borders, from 0 to t."""
+    the whole packed row. cu: the row's document borders, from 0 to t. ValueError: see _chunks."""
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 
 @functools.lru_cache(16)  # most pipelines have fewer micro-batches in flight
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
     """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
-    Tensors for attention are on `device`. Raises ValueError if a document cannot be cut into 2 *
-    cp_size equal chunks."""
+    Tensors for attention are on `device`. Raises ValueError if cp_size is above 1 and a document
+    cannot be cut into 2 * cp_size equal chunks."""
     borders = torch.tensor(cu)
     lengths = borders.diff()
     segments = []

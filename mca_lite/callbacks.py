@@ -196,8 +196,8 @@ class TrainerCallback:
         **kwargs: Any,
     ) -> Any:
         """Called per log line of training. logs: losses and metrics are over all ranks for the
-        steps since the line before; grad_norm is the last step's; step, epoch, learning_rate and
-        consumed_* are current; peak_memory_gib is this process's."""
+        steps since the line before; grad_norm and learning_rate are the last step's; step, epoch
+        and consumed_* are current; peak_memory_gib is this process's."""
 
     def on_evaluate(
         self,
@@ -241,7 +241,7 @@ class TrainerCallback:
         self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
         """Called after the last step, before the final export. With load_best_model_at_end the best
-        checkpoint is loaded already."""
+        checkpoint, if there is one, is loaded already."""
 
 
 def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tuple[str, bool]:
@@ -269,8 +269,8 @@ def value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
 
 
 def gain_of(args: Keys, value: float, best: float | None) -> float:
-    """By how much `value` of the ranking metric is better than `best`; infinity if `best` is None,
-    NaN if the value is NaN."""
+    """By how much `value` of the ranking metric is better than `best`; infinity if `best` is None
+    and the value finite, NaN if the value is NaN."""
     _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
     sign = 1 if rises else -1
     return sign * value - (-math.inf if best is None else sign * best)

@@ -54,8 +54,8 @@ class Rule(NamedTuple):
     """A combination of keys that does not work.
 
     when: conditions separated by spaces; if each one is true, the combination is refused. `key` is
-    true if the value is set, `key=value` if the value equals or the list contains it; `!` negates,
-    `|` joins alternatives. The Problem names the first key.
+    true if its value is (not None, false, 0 or empty), `key=value` if the value, as text, equals or
+    the list contains it; `!` negates, `|` joins alternatives. The Problem names the first key.
     """
 
     when: str

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def is_linear(self) -> bool:
-        """True for the matrix of a linear or an embedding, to which LoRA adapters can be added."""
+        """True for the matrix of a linear or an embedding to which LoRA adapters can be added."""
         if not self.mca.endswith(".weight"):
             return False
         if self.kind == "copy":

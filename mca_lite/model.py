@@ -124,6 +124,7 @@ class McaGPTModel(MegatronModule):
     padding_mask: bool [b, s], True for padding; the routers of MoE layers read it.
     labels: [b, s], part_mtp.Targets, or None.
     trained: loss_tokens.TrainedPlaces for the labels, or None.
+    packed_seq_params: batch.PackedRow of a packed row, or None.
     columns: further model inputs, such as pixels (inputs.Inputs).
 
     Chunks before the last return hidden states. The last chunk returns:
@@ -256,8 +257,8 @@ class McaGPTModel(MegatronModule):
         """Prepare the matmul with the output layer's weight -> (hidden [s, b, h], divided by
         config.logits_scaling; weight [V / tp, h]; the output layer's LoRA factors, or None).
 
-        hidden is gathered first under sequence parallelism. Collectives over the tensor-parallel
-        group: in backward; under sequence parallelism in forward too.
+        Under sequence parallelism hidden is gathered. Collectives over the tensor-parallel group:
+        in backward; under sequence parallelism in forward too.
         """
         tied = None
         if self.share_embeddings_and_output_weights:
@@ -352,10 +353,11 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """Yield (name, layer index or None, tensor) for each parameter on this rank except adapters
-        of experts, and for the buffers that Hugging Face files contain: router biases and layer
-        scalars. Names are global_name's, in which {} stands for the layer index. Stacked experts
-        are yielded one by one, as views with the expert's index in the layer, such as
+        """Yield (name, layer index or None, tensor) for each parameter of this chunk except
+        adapters of experts, and for the buffers that Hugging Face files contain: router biases and
+        layer scalars. Names are global_name's, in which {} stands for the layer index, but norms in
+        Transformer Engine's linears are named as separate ones (TE_ALIASES). Stacked experts are
+        yielded one by one, as views with the expert's index in the layer, such as
         "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
@@ -474,8 +476,9 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
     """Set megatron's attribute tensor_model_parallel on the parameters that tensor parallelism
-    shards. megatron sets it while initialising weights, a step skipped here. Without it megatron
-    takes a parameter for duplicated, and the gradient norm comes out too small."""
+    shards; stacked experts have it already. megatron sets it while initialising weights, a step
+    skipped here. Without it megatron takes a parameter for duplicated, and the gradient norm comes
+    out too small."""
     axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         axis = axes.get(name)
@@ -552,8 +555,8 @@ class AutoModel:
     def from_config(
         config: McaModelConfig, args: TrainingArguments | None = None, seed: int = 42
     ) -> VirtualModels:
-        """Build a model with random weights. Each tensor is drawn from `seed` and its Hugging Face
-        name, so the weights are the same in every layout.
+        """Build a model with initial weights, as InitSource gives them: random values depend on
+        `seed` and the tensor's Hugging Face name alone, so they are the same in every layout.
 
         config: from this package's AutoConfig.from_pretrained(folder, args); ValueError for another
         one, such as a transformers config, which lacks the layout. args: initialises the process
@@ -583,13 +586,13 @@ def load_torch_model(
     config: Any = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
-    """The Hugging Face model in `dtype` on this rank's device, for the torch backend and as a
-    reference in tests.
+    """The Hugging Face model in `dtype` on this rank's device, for the torch backend, for
+    generate(), and as a reference in tests.
 
     train_from_scratch: draw the weights from `seed`, the same as AutoModel.from_config draws.
     vocab_size: number of tokens of the result, if larger than the folder's. config: transformers'
-    config of the folder, if it was read before; it may be changed in place. ValueError if
-    transformers cannot build the model, or if weights do not fit it."""
+    config of the folder, if it was read before; it may be changed in place. ValueError if weights
+    do not fit the model, or with train_from_scratch if transformers cannot build it."""
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size

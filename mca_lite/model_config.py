@@ -1,8 +1,8 @@
 """McaModelConfig: megatron's TransformerConfig with a Hugging Face model and a parallel layout.
 Also the choice between local layers and Transformer Engine's.
 
-AutoConfig.from_pretrained reads mca_config.json if the folder has one. Otherwise it translates
-Hugging Face's config.json with the family's table.
+AutoConfig.from_pretrained reads mca_config.json if the folder has one of this package. Otherwise it
+translates Hugging Face's config.json with the family's table.
 """
 
 import copy
@@ -99,9 +99,9 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """The class name and the fields that differ from their default, as JSON values. Left out
-        are fields that the constructor derives, such as params_dtype, fields of CUDA graphs, and
-        functions other than activations."""
+        """The class name and the fields whose JSON value differs from their default's. Left out are
+        some fields that the constructor derives, such as params_dtype, and fields of CUDA graphs. A
+        function that is not in ACTIVATIONS counts as null."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -125,9 +125,9 @@ class PretrainedConfig:
     def from_json_file(
         cls, path: str | os.PathLike[str], args: TrainingArguments | None = None
     ) -> "McaModelConfig":
-        """Read an mca_config.json. If `args` is given, its layout and other model keys replace the
-        saved ones. fp8 settings are not read: each run chooses them. ValueError for a damaged file,
-        an unknown class or unknown fields."""
+        """Read an mca_config.json. If `args` is given, its layout and the other model keys that it
+        sets replace the saved ones. fp8 settings are not read: each run chooses them. ValueError
+        for a damaged file, an unknown class or unknown fields."""
         # fp8 is a choice of each run, and needs a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
@@ -152,7 +152,7 @@ class PretrainedConfig:
         `args` set. ValueError for unknown fields; `origin` names the file in the message.
 
         With `args`, the saved coefficient of the routers' balancing loss is dropped: it comes from
-        `args`, or else from the Hugging Face config.
+        `args`, or else from the Hugging Face config (0 if the family does not read it there).
         """
         if args is not None:
             # the saved coefficient may come from a former run's key; hf_config has the model's
@@ -373,7 +373,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
         """(number of query groups, channels per head) of the layer with this number, from 1. They
-        differ between layers in Gemma 4 only."""
+        differ between layers in Gemma 4 only. Channels may be None until the constructor ends."""
         groups = self.num_query_groups or self.num_attention_heads
         if self.full_kv_channels and self.layer_type(layer_number) == "full_attention":
             return self.full_query_groups or groups, self.full_kv_channels

@@ -44,8 +44,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to host memory. wait() waits for device work queued before
-    the copy, not for later work."""
+    """An asynchronous copy of a tensor on a GPU to host memory; a CPU tensor is taken as it is.
+    wait() waits for the copy and device work queued before it, not for later work."""
 
     def __init__(self, tensor: torch.Tensor):
         # torch copies into pinned memory here
@@ -130,8 +130,9 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Context manager in which this module's functions and the torch backend see a world of one
-    rank, so that one rank can compute while the others wait."""
+    """Context manager in which rank() and world_size(), and so this module's collectives over all
+    ranks and the torch backend, see a world of one rank: one rank can compute while the others
+    wait."""
     global _is_alone
     _is_alone = True
     try:
@@ -149,9 +150,9 @@ def start_process_group(timeout_s: float = 1800) -> None:
     """Start torch.distributed for the ranks that torchrun or SLURM describes; without them, a world
     of one.
 
-    Does nothing if a process group exists, made by a test or a host program. ValueError if the
-    environment variables are incomplete, or the ranks do not meet in time. timeout_s: limit for
-    each collective, and for the start, which waits at most an hour.
+    Starts nothing if a process group exists. ValueError if the environment variables are incomplete
+    or wrong, if too few files may be open, or if the ranks do not meet in time. timeout_s: limit
+    for each collective, and for the start, which waits at most an hour.
     """
     if dist.is_initialized():
         world.met.set()
@@ -186,7 +187,8 @@ def start_process_group(timeout_s: float = 1800) -> None:
 
 def _store_of_all(timeout: datetime.timedelta) -> Any:
     """The key-value store by which all ranks meet: torchrun's, or one that rank 0 holds. Rank 0, if
-    it holds the store, waits until all ranks have connected; DistError names those that have not.
+    it holds the store, waits until all ranks have connected; DistError names up to eight that have
+    not.
     """
     here = world.current()
     limit = min(timeout, _MEET)
@@ -244,9 +246,10 @@ def initialize(args: Any, use_mca: bool = True) -> None:
     """Start the distributed world: process group, megatron's groups, seeds. args:
     TrainingArguments.
 
-    use_mca False: no megatron groups. A second call with the same layout only sets the seeds again;
-    with another layout it raises RuntimeError, because a process has one layout. ValueError if the
-    layout does not fit the number of ranks. Collective: all ranks create groups.
+    use_mca False: no megatron groups, and the layout is not checked. A second call with the same
+    layout creates no groups and sets the seeds again; with another layout it raises RuntimeError,
+    because a process has one layout. ValueError if the layout does not fit the number of ranks.
+    Collective: all ranks create groups.
     """
     if args.deterministic:
         make_deterministic()
@@ -362,8 +365,8 @@ def exchange(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Send tensors to some ranks of a group and receive tensors from some ranks, in one batch, and
-    wait until all have arrived. sends, receives: {rank in the group: tensor}; a received tensor is
-    filled in place.
+    wait until all have arrived; with nccl the GPU's stream waits, not the host. sends, receives:
+    {rank in the group: tensor}; a received tensor is filled in place.
 
     The group must have run a collective before. Unbatched, nccl would make a communicator per pair
     of ranks, 265 MiB on each GPU.
@@ -393,7 +396,7 @@ def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[i
     elsewhere nothing.
 
     tensors: {name: tensor} of this rank. Every rank must iterate to the end. Collective: the names
-    are gathered, then each tensor is one message.
+    are gathered, then each tensor of another rank is one message.
     """
     forms = gather_given({name: tensor.to("meta") for name, tensor in tensors.items()})
     for name in dict.fromkeys(itertools.chain(*forms.values())):

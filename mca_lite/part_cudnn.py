@@ -49,7 +49,7 @@ def _forward(
 ) -> tuple[Any, ...]:
     """Attention without dropout of q [b, n, s, d] to k and v [b, g, t, d]: by cuDNN on a GPU, by
     torch's flash kernel on a CPU -> (output [b, n, s, d], log-sum-exps float32 [b, n, s, 1],
-    further tensors that _backward needs)."""
+    further values that _backward needs)."""
     if not q.is_cuda:
         out, lse = _CPU(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse.unsqueeze(-1), ()
@@ -70,7 +70,7 @@ def _backward(
 ) -> Any:
     """Gradients of q, k and v for one call of _forward. grad: gradient of the output. out and lse:
     output and log-sum-exps of attention over all keys of the segment, including the keys of the
-    segment's other call. more: the further tensors that _forward returned."""
+    segment's other call. more: the further values that _forward returned."""
     if not q.is_cuda:
         return _CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), 0.0, is_causal, scale=scale)
     cum_q, cum_k, max_q, max_k, seed, offset = more
@@ -165,9 +165,9 @@ ROWS_FORESEEN = 64
 
 
 def foresee(rows: Iterator[dict[str, Any]]) -> None:
-    """Note the sizes of this rank's first packed rows: when attention first runs, a thread begins
-    to build the cuDNN graphs for all these sizes. rows: micro-batches with cu_seqlens; they are
-    read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
+    """Note the sizes of this rank's first packed rows: when packed_by_cudnn() first runs, a thread
+    begins to build the cuDNN graphs for all these sizes. rows: micro-batches with cu_seqlens; they
+    are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
     foreseen_sizes.clear()
     planned_kinds.clear()
     device = parallel.device()
@@ -258,7 +258,7 @@ class SegmentAttention(torch.autograd.Function):
 
 def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list[Any], list[Any]]:
     """Forward pass of SegmentAttention -> (out [t, b, n, d], the log-sum-exps of each segment, the
-    further tensors that _backward needs for each segment)."""
+    further values that _backward needs for each segment)."""
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     saved = []

@@ -120,9 +120,9 @@ class Lora(Finetuning):
     @classmethod
     def take_new_tokens(cls, arguments: Any) -> str:
         """For a run that adds tokens: set the key modules_to_save to the modules with a row per
-        token (embed_tokens, lm_head), because LoRA alone would leave the new tokens' rows
-        untrained. Returns text for the report; "" if modules_to_save or adapter_name_or_path is
-        given, and nothing changes.
+        token (embed_tokens, and lm_head if the model gives logits), because LoRA alone would leave
+        the new tokens' rows untrained. Returns text for the report; "" if modules_to_save or
+        adapter_name_or_path is given, and nothing changes.
         """
         keys = arguments.parts["lora"]
         if keys.modules_to_save or keys.adapter_name_or_path:
@@ -193,9 +193,9 @@ class Lora(Finetuning):
     def shapes_beside(
         self, module: str, shape: list[int], is_embedding: bool
     ) -> dict[str, tuple[int, int]]:
-        """{end of the name: shape} of a module's two LoRA matrices, such as {"lora_A.weight": (r,
-        in), "lora_B.weight": (out, r)}; {} without an adapter. shape: [out, in] of this rank's
-        shard of the weight.
+        """{end of the name: shape} of a module's own LoRA matrices, such as {"lora_A.weight": (r,
+        in), "lora_B.weight": (out, r)}, without an A that is another's (_shares_a); {} without an
+        adapter. shape: [out, in] of this rank's shard of the weight.
         """
         if module not in self.spec.modules:
             return {}
@@ -286,8 +286,8 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], dropout: float | No
     """Put a saved PEFT adapter on a model of either backend, to train it further. Returns the
     model. Collective: call it on every rank.
 
-    dropout: replaces the adapter's dropout; None keeps it. ValueError, on every rank, if any rank
-    cannot read the adapter, or if it belongs to another model.
+    dropout: replaces the adapter's dropout; None keeps it. If a rank cannot read the adapter, or if
+    it belongs to another model, that rank raises its own error, and the others ValueError.
     """
     problem = None
     try:

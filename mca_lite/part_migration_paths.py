@@ -47,7 +47,8 @@ _CONSTANTS = ("ADAPTER_CONFIG_NAME", "IGNORE_INDEX", "MCA_CONFIG_NAME")
 
 def _moved(name: str) -> Any:
     """Look up `name`, an attribute of a module at one of mcore_adapter's paths, in this package.
-    ImportError, with the replacement, for a name that has no successor here."""
+    ImportError, with the replacement, for a name in _REMEDIES; AttributeError for other unknown
+    names."""
     if name == "initialize_megatron":
         return import_module(".parallel", __package__).initialize
     for names, remedy in _REMEDIES.items():

@@ -126,7 +126,7 @@ def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
 def check_routes(backend: Any, routes: torch.Tensor) -> None:
     """Raise ValueError for routes [..., L, k], the experts to use for each token in each MoE layer,
     that do not fit the model: another number of MoE layers or of experts per token, an expert that
-    does not exist, or one twice."""
+    does not exist or is there twice, or -1 for some of a token's experts only."""
     config = _config_of(backend)
     wanted = [len(_layers(config)), config.moe_router_topk]
     expect(

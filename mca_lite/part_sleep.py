@@ -38,7 +38,7 @@ def leave(backend: Any, kinds: Collection[str]) -> None:
     Gradients ("grad") are freed without a copy.
 
     kinds: which of the three to move; those already moved are skipped. The optimizer's zero_grad()
-    is called first. Collective with overlap_param_gather.
+    is called before the copies. Collective for "model" with overlap_param_gather.
     """
     kinds = [kind for kind in kinds if kind not in backend.away]
     if "model" in kinds:

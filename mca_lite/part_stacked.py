@@ -44,7 +44,8 @@ _IN_BLOCK = 32
 def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
     """The single experts' tensors in a stacked tensor of gpt_oss, where gate and up alternate:
     [("...experts.0.gate_proj.weight", index), ...]. The index into the stacked tensor gives a
-    matrix as [in, out]. [] if `name` is no stacked tensor. experts: number of experts."""
+    matrix as [in, out], or a bias; it does not fit MXFP4 blocks. [] if `name` is no stacked tensor.
+    experts: number of experts."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return []
@@ -188,7 +189,7 @@ def format_of(slices: dict[str, Any]) -> str:
 
 def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
     """Make files with stacked experts look as if each expert had tensors of its own: {name:
-    safetensors slice}, with an ExpertSlice per expert instead of a stacked tensor.
+    safetensors slice}, with an ExpertSlice for each of these tensors instead of a stacked one.
 
     form: from format_of. ValueError if MXFP4 blocks have no scales, or scales of another shape.
     """

@@ -62,8 +62,8 @@ def why_unusable() -> str | None:
 
 @functools.lru_cache(1)
 def works() -> bool:
-    """True if there is a GPU and Transformer Engine can be imported. Warns if it is installed but
-    cannot be imported. Cached."""
+    """True if there is a GPU and Transformer Engine can be imported. With a GPU, warns if it is
+    installed but cannot be imported. Cached."""
     reason = why_unusable()
     if reason not in (None, NO_GPU, ABSENT):
         warnings.warn(
@@ -132,7 +132,8 @@ def attention_inputs(
     model: Any, hidden: torch.Tensor | None, packed_seq_params: Any
 ) -> dict[str, Any]:
     """Keywords of Transformer Engine's attention for a forward pass: no mask, and rotary angles [s,
-    1, 1, rotary dim]."""
+    1, 1, rotary dim]. s: positions on this context-parallel rank; for packed rows, of the longest
+    document."""
     cp_group = None
     if packed_seq_params is not None:
         cp_group = packed_seq_params.cp_group

@@ -277,7 +277,7 @@ def _samples(
 ) -> list[_Sample]:
     """(prompt's token ids, expected answer or None, prompt's pictures) for each sample of `file`;
     without a file, for each with loss in the evaluation set, with its last answer as expected.
-    media: the model's. ConfigError for a stage whose documents have no answers."""
+    media: the model's. Without a file, ConfigError for a stage whose documents have no answers."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage

@@ -87,7 +87,8 @@ def load_for_generation(
 
     path: a folder with a model in Hugging Face's format, or with an adapter, which is merged into
     its base in memory.
-    before: if True, load the model as it was before training, with the tokenizer of `path`.
+    before: if True, load the model as it was before training, with the tokenizer of `path` if it
+    has one.
     base: where the model before training, or the adapter's base, is; None: as the run's config.yaml
     or the adapter says.
     trusted: names of models that may run code.
@@ -165,8 +166,8 @@ def _run_folder(folder: Path) -> Path:
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """Read the named keys (separated by spaces) from the config.yaml of a folder's run, as
-    attributes; every other key has its default. Prints the keys that were found.
+    """Read the named keys (separated by spaces) from the config.yaml of a folder's run, if there is
+    one, as attributes; every other key has its default. Prints the keys that were found.
 
     The user did not name that file, so callers must not let models that it names run code. Raises
     ConfigError if the file cannot be read, or a value does not fit its key.
@@ -187,8 +188,8 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ValueError if a number in generation_config.json, such as temperature, has the wrong
-    type, or if max_new_tokens is below 1."""
+    """Raise ValueError if a value of _NUMBERS in generation_config.json, such as temperature, has
+    the wrong type, or if max_new_tokens is below 1."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     for key in _NUMBERS:
@@ -351,10 +352,11 @@ def continuations(
 ) -> list[list[int]]:
     """The new tokens after each prompt, up to the first one in `stop`.
 
-    Generation also ends at the model's last position. Prompts of similar length share a batch [b,
-    s], padded on the left, because generation continues at the end of a row. streamer: a
-    transformers streamer, for a single prompt. pictures: for each prompt the columns of its images
-    and videos, such as pixel_values, {} if it has none; () if no prompt has any.
+    Generation also ends at the model's last position, but makes at least one token. Prompts of
+    similar length share a batch [b, s], padded on the left, because generation continues at the end
+    of a row. streamer: a transformers streamer, for a single prompt. pictures: for each prompt the
+    columns of its images and videos, such as pixel_values, {} if it has none; () if no prompt has
+    any.
     """
     config = _generation_config(model, stop, decoding)
     text_config = model.config.get_text_config()
@@ -480,7 +482,7 @@ class Answers(TrainerCallback):
     ) -> None:
         """Register this callback as the trainer's `answers`, if predict_with_generate is on. Raises
         ValueError if answers cannot be generated or compared, and, on every rank, if any rank has
-        no room for a copy of the whole model."""
+        no room for a copy of the whole model. Collective then."""
         if not args.predict_with_generate:
             return
         rules = {
@@ -507,9 +509,9 @@ class Answers(TrainerCallback):
 
     @torch.no_grad()
     def generate(self, dataset: Any) -> list[dict[str, Any]]:
-        """Answer the first generation_num_samples samples greedily -> {"index", "prompt", "answer",
-        "expected", "exact_match"} for each that has an expected answer, in order, on every rank.
-        Collective."""
+        """Answer the first generation_num_samples samples (None: all) greedily -> {"index",
+        "prompt", "answer", "expected", "exact_match"} for each that has an expected answer, in
+        order, on every rank. Collective."""
         args = self.trainer.args
         backend = self.trainer.backend
         tokenizer = self.trainer.tokenizer

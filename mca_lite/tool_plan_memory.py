@@ -292,7 +292,8 @@ _NCCL_OF_GROUP = 2**29  # bytes per group and GPU: 518 MiB on an H200 over NVLin
 
 
 def _nccl(config: Any, world_size: int) -> int:
-    """Bytes that NCCL takes on a GPU for the rank's process groups of more than one rank."""
+    """Estimated bytes that NCCL takes on a GPU for the rank's process groups of more than one
+    rank."""
     tp = config.tensor_model_parallel_size
     pp = config.pipeline_model_parallel_size
     ep = config.expert_model_parallel_size

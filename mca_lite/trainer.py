@@ -1,4 +1,4 @@
-"""McaTrainer: the training loop. It knows no parallelism; its backend does.
+"""McaTrainer: the training loop. Its backend shards and runs the model.
 
 A trainer is also the objective of its steps (step.py), and subclasses override its hooks. A metric
 is a (sum, count) pair; pairs are summed over micro-batches, ranks and steps, and divided when
@@ -110,8 +110,9 @@ class McaTrainer(OtherNames):
     the labels is predicted by t - 1.
     backend: replaces the one made for the model.
 
-    TypeError for a model, arguments or callback of another type, and for a subclass that overrides
-    a method which is never called, or which is called with other arguments."""
+    TypeError for a model without `config`, for args or callbacks of another type, and for a
+    subclass that overrides a method of other trainers that is never called here, such as
+    compute_loss, or a method of this class with a signature that does not fit the calls."""
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
@@ -196,9 +197,9 @@ class McaTrainer(OtherNames):
 
         resume_from_checkpoint: a path; True or "auto": the newest intact checkpoint in output_dir,
         if there is any; False: start anew; None: args.resume_from_checkpoint. OutputFolderError if
-        another run uses output_dir, or if the nodes do not share it. After SIGTERM, SIGINT or
-        SIGUSR1 on any rank during a step, all ranks finish it, save a checkpoint, and raise
-        Interrupted, a SystemExit with callbacks.EXIT_CODE."""
+        another run uses output_dir, or if it cannot be written or is not shared by the nodes. After
+        SIGTERM, SIGINT or SIGUSR1 on any rank during a step, all ranks finish it, save a
+        checkpoint, and raise Interrupted, a SystemExit with callbacks.EXIT_CODE."""
         args = self.args
         with (
             mcore.quiet(),
@@ -247,10 +248,11 @@ class McaTrainer(OtherNames):
         arranged.
 
         -> (mean loss over this rank's micro-batches, metrics of each micro-batch, 1 if the update
-        was skipped else 0, gradient norm before clipping, number of zeros in the gradient or None).
-        On pipeline stages before the last, the loss is 0 and metrics are []. `models` and
-        `seq_length` have no effect. Makes the optimizer and schedule if there are none. Collective:
-        pipeline schedule, gradient reduction and optimizer."""
+        was skipped else 0, gradient norm before clipping (0 if fp16's loss scale overflowed),
+        number of zeros in the gradient or None). On pipeline stages before the last, the loss is 0
+        and metrics are []. `models` and `seq_length` have no effect. Makes the optimizer and
+        schedule if there are none. Collective: pipeline schedule, gradient reduction and
+        optimizer."""
         self._prepare_updates()
         self.was_trained = True
         micro_batches = list(data_iterator)
@@ -355,7 +357,8 @@ class McaTrainer(OtherNames):
 
     def get_train_dataloader(self) -> Any:
         """A DataLoader over this data-parallel rank's training micro-batches, one after another,
-        without an end. All ranks must call it: the objective may compute columns first."""
+        without an end; for a Stream, its loader(). All ranks must call it: the objective may
+        compute columns first."""
         self._prepare_datasets("train_dataset")
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
@@ -367,10 +370,10 @@ class McaTrainer(OtherNames):
         return self.evaluator.loader_of(self._prepared(given))
 
     def plan_batches(self, dataset: Any, training: bool = True) -> BatchPlan:
-        """Plan which samples each data-parallel rank runs in which micro-batch -> the BatchPlan.
+        """Plan which samples this data-parallel rank runs in which micro-batch -> the BatchPlan.
         ValueError for a dataset without a length, unless it is a training Stream and max_steps is
-        set; for a dict of datasets; and for a document longer than the model's positions, if the
-        dataset knows its lengths."""
+        set; for an empty one; for a dict of datasets; and for a document longer than the model's
+        positions, if the dataset knows its lengths."""
         args = self.args
         streams = training and isinstance(dataset, Stream)
         name = "train_dataset" if training else "eval_dataset"
@@ -415,7 +418,7 @@ class McaTrainer(OtherNames):
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int) -> Any:
         """A DataLoader over this rank's training micro-batches, from step `step` of epoch `epoch`
-        on. A Stream goes on from state.data_position instead."""
+        on. For a Stream: its loader(), from state.data_position on."""
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
         if isinstance(dataset, Stream):
@@ -427,8 +430,8 @@ class McaTrainer(OtherNames):
         self, loader: Iterator[dict[str, Any]], plan: BatchPlan, step: int
     ) -> tuple[list[dict[str, Any]], int, Numbers]:
         """Read and arrange the micro-batches of a step -> (this rank's micro-batches, the first
-        one's row length, Numbers with the step's token counts). Micro-batches get one length if the
-        layout needs it, which may take a collective."""
+        one's row length, Numbers with their token counts, 0 unless backend.counts_tokens). They get
+        one length if the layout needs it, which may take a collective."""
         watchdog.note("reading data", self.state.global_step)
         with self.phases.of["data"]:
             batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
@@ -582,8 +585,8 @@ class McaTrainer(OtherNames):
     }
 
     def _begin_step(self, epoch_begins: bool) -> None:
-        """Clear the flags of the previous step, notify the callbacks, and start the step's
-        clock."""
+        """Clear the flags of the step before, and of the epoch before if one begins; notify the
+        callbacks, and start the step's clock."""
         if epoch_begins:
             self.control.should_epoch_stop = False
             self.notify("on_epoch_begin")
@@ -633,7 +636,7 @@ class McaTrainer(OtherNames):
 
     def _act(self) -> list[str]:
         """Log, evaluate and save as the flags of any rank ask, finish a written checkpoint, and
-        raise Interrupted after a signal on any rank -> the flags that were set."""
+        raise Interrupted after a signal on any rank -> the names of these flags. Collective."""
         done = []
         signal, is_writing = self._agree()
         for flag, action in self._ACTIONS.items():
@@ -724,13 +727,13 @@ class McaTrainer(OtherNames):
 
     def _complete_state(self) -> None:
         """Copy the callbacks' states and the sums since the last log line into the state, before it
-        is saved."""
+        is saved. Collective for a model with experts."""
         self.state.stateful_callbacks = export_states(self.callbacks)
         sums = self.sums.to_record()
         self.state.log_sums = sums and {**sums, "routers": self.backend.router_sums()}
 
     def _store_state(self) -> None:
-        """Write trainer_state.json to output_dir, on the main rank."""
+        """Write trainer_state.json to output_dir, on the main rank. Every rank must call it."""
         self._complete_state()
         folder = Path(self.args.output_dir)
         if parallel.is_main():
@@ -738,9 +741,9 @@ class McaTrainer(OtherNames):
             self.state.save(folder / TRAINER_STATE_NAME)
 
     def _end_run(self, seconds: float) -> TrainOutput:
-        """After the last step: finish a pending checkpoint, load the best one with
+        """After the last step: finish a pending checkpoint, load the best one, if any, with
         load_best_model_at_end, and store the state -> the result of train(). seconds: the run's
-        time."""
+        time. Collective."""
         self._sent = None
         self.checkpoints.finish()
         watchdog.note(watchdog.ENDING)
@@ -776,8 +779,9 @@ class McaTrainer(OtherNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Each sample's summed log-probability and number of trained tokens, in dataset order, and
-        metrics, as a PredictionOutput on every rank. ignore_keys has no effect. Collective."""
+        """Each sample's summed log-probability and number of trained tokens (for a pair, those of
+        both documents), in dataset order, and metrics, as a PredictionOutput on every rank.
+        ignore_keys has no effect. Collective."""
         return self.evaluator.predict(test_dataset, metric_key_prefix)
 
     def log_probabilities(self, dataset: Any) -> np.ndarray:
@@ -816,13 +820,13 @@ class McaTrainer(OtherNames):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str | bool | None, model: Any = None
     ) -> None:
-        """Resume from a checkpoint, if there is one: load weights, optimizer, schedule, random
-        states and data position. `model` has no effect. Collective."""
+        """Resume from a checkpoint, if there is one: load weights, optimizer, schedule, data
+        position and, in the same layout, random states. `model` has no effect. Collective."""
         self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model and the tokenizer to output_dir (None: args.output_dir). Every
-        rank must call it.
+        """Write the trained model, and the tokenizer if there is one, to output_dir (None:
+        args.output_dir). Every rank must call it.
 
         With save_hf_model, the files are in Hugging Face's format, or for adapters in PEFT's format
         without the base model; otherwise they are a checkpoint of the weights."""
@@ -830,8 +834,9 @@ class McaTrainer(OtherNames):
         save_model(self.backend, self.args, folder, self.tokenizer)
 
     def save_merged_model(self, output_dir: str | None = None) -> None:
-        """Write the model with its adapters merged, in Hugging Face's format, and the tokenizer.
-        The model in memory is not changed. output_dir None: args.output_dir/merged. Collective."""
+        """Write the model with its adapters merged, in Hugging Face's format, and the tokenizer if
+        there is one. The model in memory is not changed. output_dir None: args.output_dir/merged.
+        Collective."""
         folder = Path(output_dir or Path(self.args.output_dir) / "merged")
         self.backend.export_merged(folder, self.args.max_shard_size)
         self.save_tokenizer(folder)
@@ -846,7 +851,7 @@ class McaTrainer(OtherNames):
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
         """Hook: (extra forward passes of the trained model per step, forward passes of the second
-        model), for counting FLOPs. keys: RunArguments or train_config."""
+        model), for counting FLOPs. keys: RunArguments, or the trainer's train_config or None."""
         return 0, 1
 
     @classmethod
