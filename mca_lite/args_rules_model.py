@@ -333,8 +333,8 @@ def check_layout(layout: str) -> None:
 
 def check_numbers(values: dict[str, Any], judge: Judge) -> None:
     """Check that sizes in a raw config.json are within their limits, such as hidden_size of at
-    least 1, and in known families that key-value heads divide attention heads. Problems are added
-    to `judge`.
+    least 1, and in known families that key-value heads divide attention heads, and key heads of
+    linear attention its value heads. Problems are added to `judge`.
 
     Most sizes may also be lists, as in some models; transformers checks types.
     """

@@ -51,7 +51,8 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 class TorchSnapshot:
     """Weights, and optionally optimizer state, of the torch backend, ready to be written. Only the
     main rank keeps and writes them, because all ranks have the same. copy: function that copies a
-    tensor to host memory, so that later steps do not change it; None: Tensor.cpu."""
+    tensor to host memory, so that later steps do not change it; None: Tensor.cpu, which does not
+    copy a CPU tensor."""
 
     def __init__(
         self, model: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
@@ -181,8 +182,9 @@ class Checkpoints:
         return self._job is not None and self._job.thread.is_alive()
 
     def prepare(self) -> None:
-        """With async_save: start to reserve host memory for the copies that are written while
-        training goes on. Prints a note if they need more memory than the host has free."""
+        """With async_save, unless save_strategy is "no": start to reserve host memory for the
+        copies that are written while training goes on. Prints a note if they need more memory than
+        the host has free."""
         args = self.trainer.args
         if not args.async_save or args.save_strategy == "no":
             return
@@ -209,8 +211,9 @@ class Checkpoints:
         """Copy the state of this step, and write it to a temporary folder; with async_save a thread
         goes on writing after the return.
 
-        Raises CheckpointError, on every rank, if the folder cannot be made. Errors of writing the
-        state are raised by finish()."""
+        Raises CheckpointError, on every rank, if the folder cannot be made. Adapters and hf/ are
+        written before the return, and their errors are raised here; those of writing the state are
+        raised by finish()."""
         trainer = self.trainer
         args = self.trainer.args
         step = self.written_step = trainer.state.global_step
@@ -266,9 +269,9 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Delete the oldest checkpoints over save_total_limit, but neither the newest nor the best
-        one. Call it after a good step, which shows that the newest one's weights are good. Raises
-        CheckpointError, on every rank, if deleting fails; with async_save a later call may raise
-        it. Collective."""
+        one. Call it after a good step, which shows that the newest one's weights are good; without
+        a new checkpoint since the last call it does nothing. Raises CheckpointError, on every rank,
+        if deleting fails; with async_save a later call may raise it. Collective."""
         folder = self.unproven
         if folder is None:
             return
@@ -301,7 +304,7 @@ class Checkpoints:
         """Find the checkpoint to resume from, and load its state into the trainer and its
         callbacks; without one neither changes. choice: "auto" or True for the newest good one in
         output_dir, or a path; None or False: none. Raises CheckpointError if the checkpoint cannot
-        be resumed from. Collective."""
+        be resumed from, or if a new run would begin beside checkpoints. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         say = trainer.report.print
@@ -315,8 +318,9 @@ class Checkpoints:
         """Load the state of a verified checkpoint into the trainer. Collective.
 
         Raises CheckpointError for a checkpoint without optimizer state, or of a run with other
-        data, another global batch size, objective or base model, or other settings that decide the
-        optimizer's state. Other changed settings take effect, and a line lists them."""
+        data, another global batch size, objective or base model, other settings that decide the
+        optimizer's state, or settings of a part that is not installed. Other changed settings take
+        effect, and a line lists them."""
         trainer = self.trainer
         record, state = read_records(folder)
         if not record["with_optimizer"]:
@@ -525,7 +529,8 @@ def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: boo
 
 def save_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
     """Write the weights, and the optimizer state with with_optimizer, as a checkpoint with a
-    manifest, which load_model() reads. Raises CheckpointError if it cannot be written. Collective.
+    manifest, which load_model() reads. Raises CheckpointError if it cannot be written (OSError for
+    the files of adapters). Collective.
     """
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
@@ -568,7 +573,8 @@ def settings_of(args: Any) -> dict[str, Any]:
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """{key: (value before, value now) as text} where settings or records differ. A missing key has
-    its default. Keys that only say how a run starts, such as output_dir, are left out."""
+    its default, or None if it is no configuration key. Keys that only say how a run starts, such
+    as output_dir, are left out."""
     found = {}
     for key in sorted((before.keys() | now.keys()) - _OF_A_START):
         default = default_of(key_fields()[key]) if key in key_fields() else None

@@ -38,7 +38,7 @@ class OtherNames:
 
     def _packing_sequence(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Pack a batch [b, s] into one row [1, t] in thd format -> its columns, with
-        packed_seq_params next to input_ids, labels and cu_seqlens.
+        packed_seq_params next to input_ids, labels and cu_seqlens. For runs with sequence_packing.
 
         attention_mask numbers the documents in each row (1, 2, ...; 0 is padding, which is
         dropped); without numbers each row is one document. A batch that is packed already keeps its

@@ -85,13 +85,14 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass
 class _Style:
-    """The text that a chat template writes around an answer, from a trial with one question and one
-    answer.
+    """The text that a chat template writes around an answer, from trials with a question and its
+    answer, once and twice.
 
     prompted: True if the prompt with add_generation_prompt is the beginning of the conversation.
-    header: the text that add_generation_prompt adds, which opens an answer. lead: untrained text
-    between the prompt and the answer. closing: the text that ends the last turn, usually an
-    end-of-turn token. inner: the text that ends an earlier answer. tail: all text after the answer.
+    header: the text that add_generation_prompt adds, which opens an answer; the whole prompt if it
+    changes earlier text. lead: untrained text between the prompt and the answer. closing: the text
+    that ends the last turn, usually an end-of-turn token. inner: the text that ends an earlier
+    answer. tail: all text after the answer.
     """
 
     prompted: bool
@@ -103,11 +104,12 @@ class _Style:
 
 
 class Rendered(NamedTuple):
-    """A document as text. spans: [start, end) in characters, the text to train. is_plain: True if
-    no template wrote the text, so that the tokenizer must add special tokens. media: inputs other
-    than text, in order. lacks_thinking: True if the template drops an answer's thinking even while
-    it is the last message; strips_thinking: True if it drops thinking of earlier turns and the
-    whole conversation is trained."""
+    """A document as text. spans: [start, end) in characters, the text to train; one that begins at
+    -1, or ends after the text, includes tokens without text there. is_plain: True if no template
+    wrote the text, so that the tokenizer must add special tokens. media: inputs other than text, in
+    order. lacks_thinking: True if the template drops an answer's thinking even while it is the last
+    message; strips_thinking: True if it drops thinking of earlier turns and the whole conversation
+    is trained."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -150,8 +152,8 @@ def chat_renderer(
     is set from the keys, in place. media: reads the model's images and other inputs than text.
 
     Raises ConfigError for an unreadable template file or a wrong end_of_answer; ValueError for a
-    tokenizer without character offsets, an unknown `template`, and a template that fails or does
-    not end.
+    tokenizer without character offsets, a `template` that is needed and unknown, and a template
+    that fails or does not end.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     ends = data_args.end_of_answer
@@ -177,8 +179,8 @@ def _set_template(
 
     chat_template: a built-in template's name, a jinja text or a file; it replaces the tokenizer's.
     template: a LLaMA-Factory name; its built-in template is used if the tokenizer has none and
-    chat_template is not set. Raises ConfigError for an unreadable file, ValueError for a name that
-    is not built in.
+    chat_template is not set. Raises ConfigError for an unreadable file, ValueError if it would be
+    used and is not built in.
     """
     if template and not chat_template:
         if tokenizer.chat_template:
@@ -214,9 +216,9 @@ class ChatRenderer:
     """Renders conversations with the tokenizer's chat template, and finds the spans of the answers.
 
     enable_thinking: a variable of the template; None: not passed. media: reads the model's images
-    and other inputs than text. ends: if given, each answer ends with one of these tokens; the first
-    is added where none follows. Raises ValueError for a tokenizer without character offsets (one
-    that is not fast).
+    and other inputs than text. ends: if given, in samples that a template writes each answer ends
+    with one of these tokens; the first is added where none follows. Raises ValueError for a
+    tokenizer without character offsets (one that is not fast).
     """
 
     def __init__(
@@ -350,9 +352,10 @@ class ChatRenderer:
         return self._render(messages, prompt=True)
 
     def _check_whole(self, messages: list[Message]) -> None:
-        """Raise ValueError if the template leaves out a message or a tool call. For this check each
-        text in `messages` is replaced by a mark, which the rendered conversation must contain;
-        nothing is checked if the template refuses the marks."""
+        """Raise ValueError if the template leaves out a message or a tool call. For this check
+        texts (an answer's without its thinking) and the names of calls are replaced by marks, which
+        the rendered conversation must contain (or the call's id); nothing is checked if the
+        template refuses the marks."""
         marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
         for number, message in enumerate(messages):
@@ -427,7 +430,7 @@ class ChatRenderer:
 
     def _sample(self, messages: list[Message], wanted: list[int]) -> Rendered:
         """The conversation `messages` as text, with the spans of the answers at indices `wanted`.
-        Raises ValueError if the answers cannot be found in the text."""
+        Raises ValueError if the answers cannot be found in the text, or it lacks an input."""
         text = self._render(messages)
         self.media.check_rendered(text, messages)
         spans = self._marked_spans(messages)

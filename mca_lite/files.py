@@ -130,7 +130,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Context with a temporary folder. If it ends without an error, the files written there move
     into `folder` one by one, each atomically, and replace files or links of the same name; other
-    files stay. After an error nothing moves."""
+    files stay. After an error in the context nothing moves."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as temporary:
@@ -311,7 +311,8 @@ def resolve_folder(
     snapshot of that model from the Hugging Face hub, downloaded unless cached.
 
     revision, patterns: the hub's revision and file names to download. A name that looks like a path
-    is not looked up on the hub. Raises ValueError if there is no such model.
+    is not looked up on the hub. Raises ValueError if there is no such model, or it cannot be
+    downloaded.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -348,8 +349,8 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The language model's keys in a config.json: its text_config if it has one, otherwise all
-    keys."""
+    """The language model's keys in a config.json: in thinker_values(), text_config if there is one,
+    otherwise all keys."""
     values = thinker_values(values)
     return values.get("text_config") or values
 
@@ -421,7 +422,7 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's text for users. It begins with "disk full" if a disk or quota is. The error's type
+    """An error's text for users. It says "disk full" if a disk or quota is. The error's type
     is named, unless it is a UserError, ValueError or OSError with a text."""
     if "inline_container" in str(error):
         # torch's archive writer hides the operating system's error

@@ -69,8 +69,8 @@ def fused() -> Any:
 
 
 def why_no_torch_compile() -> str | None:
-    """First line of torch.compile's error; None if it works here. It needs a Python version that it
-    supports and folders that it can write."""
+    """First line of torch.compile's error, or a text if it gives wrong numbers; None if it works
+    here. It needs a Python version that it supports and folders that it can write."""
     return _failure(lambda one: torch.compile(F.silu)(one))
 
 
@@ -164,7 +164,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
 ) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension, with the mean square in float32 and the result
-    in x's dtype.
+    in x's dtype, which is also the weight's.
 
     zero_centered: True if weights are stored minus 1 (Gemma's): 1 is added to them, and they
     multiply before rounding.
@@ -356,8 +356,8 @@ class AdamW(torch.optim.Optimizer):
 
     halves: which of exp_avg and exp_avg_sq are bf16. A parameter's gradient is its decoupled_grad
     if it has one (megatron's name for a gradient of another dtype), else grad. factor: a number, or
-    a float64 scalar on the gradients' device, which is not read on the host; if it is NaN, weights
-    and moments stay."""
+    a float64 scalar on the gradients' device, which Triton's kernel reads there; if it is NaN,
+    weights and moments stay."""
 
     def __init__(
         self,
@@ -395,7 +395,7 @@ class AdamW(torch.optim.Optimizer):
                     yield group, p, grad
 
     def dtypes_of(self, p: torch.Tensor) -> dict[str, torch.dtype]:
-        """{state name: dtype} of the states that have the parameter's shape, such as exp_avg."""
+        """{name: dtype} of a parameter's moments, such as exp_avg."""
         return self.dtypes
 
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class Head(NamedTuple):
     sequence_first: bool = False
 
     def place(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Locate global token ids among this rank's columns -> (column of each label, 0 if it is on
-        another rank; bool, True if it is on this rank)."""
+        """Locate global token ids among this rank's columns -> (column of each label, 0 if it is
+        not on this rank; bool, True if it is on this rank)."""
         column = labels - self.first
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
@@ -89,12 +89,13 @@ class Logits:
     """The logits of n labelled tokens, the argument of a loss function. With tensor parallelism
     each rank has only the columns of the token ids `vocabulary`.
 
-    product: hidden times the output weight, before a cap, [n, V/tp]. labels: int64 [n], global
-    token ids. hidden [n, h]: the last hidden states as the output layer reads them, the same on all
-    tensor-parallel ranks. weight [V/tp, h]: this rank's rows of the output weight. hidden and
-    weight are for losses that need more than logits; if you multiply hidden by this rank's rows,
-    use spread(hidden), or its gradient is too small. places: int64 [n], the tokens' indices among
-    all labels. batch: the micro-batch as _pre_compute_loss gets it; None in a pass without one.
+    product: hidden times the output weight with its adapter, before a cap, [n, V/tp]. labels: int64
+    [n], global token ids. hidden [n, h]: the last hidden states as the output layer reads them, the
+    same on all tensor-parallel ranks. weight [V/tp, h]: this rank's rows of the output weight.
+    hidden and weight are for losses that need more than logits; if you multiply hidden by this
+    rank's rows, use spread(hidden), or its gradient is too small. places: int64 [n], the tokens'
+    indices among all labels. batch: the micro-batch as _pre_compute_loss gets it; None in a pass
+    without one.
     """
 
     product: torch.Tensor
@@ -378,8 +379,8 @@ class TrainedPlaces(NamedTuple):
 
 
 def _chunks(labels: torch.Tensor, kept: torch.Tensor, chunk_size: int) -> list[Any]:
-    """Split the rows with labels into chunks of chunk_size rows -> row selectors: slices if every
-    row has a label, otherwise parts of `kept`, the indices of these rows."""
+    """Split the rows with labels into chunks of at most chunk_size rows -> row selectors: slices if
+    every row has a label, otherwise parts of `kept`, the indices of these rows."""
     if len(kept) == len(labels):
         return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
     return [part for part in kept.split(chunk_size) if len(part)]
@@ -556,10 +557,11 @@ def token_losses(
     once (None: 4096 on CUDA, 1024 on a CPU and with of_logits). extra: (low [..., r], B [V/tp, r]),
     whose product is added to the logits. softcap: c in c tanh(z / c). weights_differ: True if the
     objective weights the losses of tokens differently, so that the gradients of a trained weight
-    must be computed in the backward pass; otherwise cross entropy computes them in the forward
-    pass, and the backward pass only scales them. The gradients are the same either way. of_logits:
-    a loss in place of cross entropy; if it gives [n, k], the result is [..., k]. trained: int64
-    [n], indices of labels that are not IGNORE_INDEX (None: computed here, with a GPU sync).
+    must be computed in the backward pass; otherwise cross entropy computes them in the forward pass
+    (not in float16), and the backward pass scales them, or computes them again if that is not
+    enough. The gradients are the same up to rounding. of_logits: a loss in place of cross entropy;
+    if it gives [n, k], the result is [..., k]. trained: int64 [n], indices of flattened labels that
+    are not IGNORE_INDEX (None: computed here, with a GPU sync).
     sequence_first: True if labels are [s, b] instead of [b, s]; an of_logits that reads batch
     columns depends on it.
 

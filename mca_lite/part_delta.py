@@ -85,8 +85,8 @@ def gated_delta_rule(
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
     g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
     if row lengths vary between calls: on a GPU rows are then padded to a multiple of PACKED_LENGTH
-    tokens. The first MOST_SHAPES query shapes are compiled, each for itself. chunk_size: tokens per
-    chunk.
+    tokens. There the first MOST_SHAPES query shapes of each dtype are compiled, each for itself.
+    chunk_size: tokens per chunk.
     """
     length = len(query)
     tensors = query, key, value, decay, beta, documents
@@ -161,8 +161,8 @@ def _outputs(
     states: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Outputs of all chunks [s, b, n, v] in `dtype`: each query reads the state before its chunk,
-    and what tokens in its chunk wrote. q, scores: from _chunk_parts. written, states: from
+    """Outputs of all chunks [chunks C, b, n, v] in `dtype`: each query reads the state before its
+    chunk, and what tokens in its chunk wrote. q, scores: from _chunk_parts. written, states: from
     ChunkStates."""
     out = (q @ states + scores @ written).flatten(2, 3)
     return out.permute(2, 0, 1, 3).to(dtype)
@@ -349,8 +349,8 @@ def delta_rule(
 ) -> torch.Tensor:
     """Outputs [s, b, n, v] of the gated delta rule (linear attention): by flash-linear-attention's
     kernels on CUDA in half precision, if they are installed and work; otherwise by
-    gated_delta_rule, which has the same arguments. borders: cu_seqlens of a packed row; None: the
-    row is not packed."""
+    gated_delta_rule, where the other arguments are described. borders: cu_seqlens of a packed row;
+    None: the row is not packed."""
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
@@ -403,7 +403,7 @@ class Convolution(Sharded):
 class GatedNorm(torch.nn.Module):
     """RMS norm over each head [..., v], times silu(gate). Tensor-parallel ranks have different
     heads and the same weight, so the weight's gradient is summed. Collective: one all-reduce in
-    backward."""
+    backward, if there are several ranks."""
 
     def __init__(
         self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup
@@ -424,12 +424,12 @@ class GatedNorm(torch.nn.Module):
 class GatedDeltaNet(RowModule):
     """Linear attention (gated delta net), used in some layers instead of SelfAttention.
 
-    [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, None). in_proj's
-    rows are grouped by key head: its query and key, then for its value heads the values, gates, b
-    and a. Tensor parallelism shards the key heads. Context parallelism shards them further, because
-    a state needs all earlier tokens: its ranks exchange tokens for heads. Collectives: those of the
-    linears and of GatedNorm; under context parallelism an all-to-all before and after the delta
-    rule.
+    [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, None); under context
+    parallelism s counts this rank's tokens. in_proj's rows are grouped by key head: its query and
+    key, then for its value heads the values, gates, b and a. Tensor parallelism shards the key
+    heads. Context parallelism shards them further, because a state needs all earlier tokens: its
+    ranks exchange tokens for heads. Collectives: those of the linears and of GatedNorm; under
+    context parallelism an all-to-all before and after the delta rule.
     """
 
     def __init__(
@@ -483,7 +483,8 @@ class GatedDeltaNet(RowModule):
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape,
-        None). unused: keywords of other attention modules, such as rotary tables."""
+        None); s counts this rank's tokens. unused: keywords of other attention modules, such as
+        rotary tables."""
         mixed, _ = self.in_proj(hidden_states)
         layout = self.layout(packed_seq_params, mixed)
         mixed = mixed.unflatten(-1, (-1, sum(self.widths)))

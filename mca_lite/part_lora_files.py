@@ -58,7 +58,7 @@ VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
 
 def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """{module: (name of its matrix A, name of its matrix B)} for the LoRA matrices among tensor
-    names, sorted by module.
+    names, sorted by these names.
     """
     pairs = {}
     for name in sorted(names):
@@ -187,8 +187,8 @@ def brings_value_head(folder: PathLike) -> bool:
 
 
 def gather_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """All LoRA matrices of a model, whole: {name in PEFT's file without its prefix: float32 CPU
-    tensor} on global rank 0, {} on other ranks.
+    """All LoRA matrices of a model, whole, those of experts one by one: {name without PEFT's
+    prefix: float32 CPU tensor} on global rank 0, {} on other ranks.
 
     Collective: gathers over tensor-parallel and expert-tensor-parallel groups, then sends to rank
     0.
@@ -238,7 +238,7 @@ def save_adapter(model: Any, folder: PathLike) -> list[str]:
 def target_modules(model: Any) -> list[str]:
     """The value of target_modules for PEFT's config: the last part of each adapted module's name,
     such as "q_proj". If a module without adapter has the same last part, or the last part is a
-    number, the whole name is used instead.
+    number, the whole name is used instead. Experts in target_parameters are left out.
     """
     spec = spec_of(model)
     modules = [module for module in spec.modules if not spec.stacks(module)]
@@ -273,7 +273,7 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict[str, Any]:
 
 def _with_equal_scales(config: dict[str, Any], spec: LoraSpec) -> dict[str, Any]:
     """The config with use_rslora replaced by an equal plain lora_alpha, if there are adapters on
-    experts; otherwise unchanged.
+    single experts (not by target_parameters); otherwise unchanged.
 
     PEFT fuses two projections of an expert into one adapter with twice the rank and alpha. That
     keeps alpha / rank, but would multiply alpha / sqrt(rank) by sqrt(2).

@@ -83,8 +83,8 @@ def value_of(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Val
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Settings of a model's LoRA adapters. ConfigError for a rank, alpha or dropout that the keys
-    in LoraArguments would refuse.
+    """Settings of a model's LoRA adapters. ConfigError for a rank, alpha, dropout or pattern that
+    the keys in LoraArguments would refuse.
 
     alpha: None means 2 * rank. use_rslora: scale by alpha / sqrt(rank), not alpha / rank.
     targets: module names or patterns, as in the configuration key lora_target.
@@ -283,7 +283,8 @@ def singles(slices: Mapping[str, Any], spec: LoraSpec, folder: Any) -> dict[str,
 
 def check_stacked(spec: LoraSpec, modules: Iterable[str], judge: Judge) -> None:
     """Add Problems to `judge` for a spec's target_parameters that are no experts of the model, or
-    that PEFT refuses beside its other settings. modules: all that can have an adapter.
+    that PEFT refuses beside its other settings, and for settings that it refuses beside adapters of
+    single experts. modules: all that can have an adapter.
     """
     places = [place for place in map(place_of, modules) if place]
     parameters = dict.fromkeys(place.parameter for place in places)

@@ -102,7 +102,7 @@ def read_picture(value: Any, folder: Path, where: str, home: str | Path | None =
     """The Picture for a value in a record: a path (relative to `folder`), bytes, a data: URL, or a
     dict with one of them or with base64 text.
 
-    home: only files in this folder are allowed, after following links; None: any file. Raises
+    home: only files in this folder are allowed, as files.lies_in decides; None: any file. Raises
     ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
     downloaded."""
     match value:
@@ -224,8 +224,8 @@ def upright_size(image: Any) -> tuple[int, int]:
 
 
 def as_rgb(image: Any, *resize: Any) -> Any:
-    """The image upright and in RGB, transparency rendered on white. resize: arguments for Pillow's
-    resize, the new size first.
+    """The image upright and in RGB, transparency rendered on white. `image` itself may be turned
+    in place. resize: arguments for Pillow's resize, the new size first.
 
     White is what people see, and what vLLM and qwen_vl_utils use. transformers' processors drop
     transparency and show the colour under it, mostly black."""
@@ -345,8 +345,8 @@ class Vision(Media):
     def processor(self) -> Any:
         """transformers' image processor on Pillow, without torchvision.
 
-        ValueError if the model's folder has no settings for it, or these do not fit config.json or
-        the keys."""
+        ValueError if the model's folder has no settings for it, or these name another processor, or
+        do not fit config.json or the keys."""
         import transformers  # imported late: its image processors need Pillow
 
         settings = self._settings()
@@ -496,8 +496,8 @@ class Vision(Media):
         """For each message a list of blocks, one per input, such as an image: its "media", which is
         removed, or one block for each mark in its text; MARK replaces the marks in place. rest:
         {kind: values in the record's columns}. may_lead: if no message has marks or blocks, the
-        columns' inputs stand before the first user message. ValueError for a text with a
-        placeholder token."""
+        columns' inputs stand at the start of the first user message. ValueError for a text with a
+        placeholder token, or with MARK of its own."""
         of_blocks = [message.pop("media", None) for message in messages]
         for message, blocks in zip(messages, of_blocks, strict=True):
             content = message["content"]
@@ -526,7 +526,7 @@ class Vision(Media):
 
     def _place_of(self, where: str) -> tuple[Any, ...]:
         """Arguments for read_picture after the value: (folder of relative paths, where, allowed
-        folder). where: "file:line" of the record."""
+        folder or None). where: "file:line" of the record."""
         file = Path(where.rpartition(":")[0])
         return Path(self.media_dir or file.parent), where, self.media_dir or snapshot_of(file)
 
@@ -592,7 +592,7 @@ class Vision(Media):
         return content
 
     def _as_blocks(self, content: str) -> str | list[dict[str, str]]:
-        """The content as a list of text and image blocks if it contains images; otherwise
+        """The content as a list of blocks, of text and of inputs, if it contains inputs; otherwise
         unchanged."""
         pieces = self.blocks.split(content)
         if len(pieces) == 1:
@@ -647,8 +647,8 @@ class Vision(Media):
         """The document with each placeholder token repeated, once per feature that it stands for,
         and without loss. document: int32 [n], token ids; ~id for a token without loss.
 
-        ValueError unless the document has one placeholder for each image or video, or for each
-        frame of a video if the model's text has the frames one by one (see runs)."""
+        ValueError unless the document has one placeholder for each image or video, or for each two
+        frames of a video if the model's text has a place for each two (see runs)."""
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)
         counts = self._runs(inputs).prod(axis=1) // self.merge_size**2
@@ -785,11 +785,11 @@ def rope_positions(
     exact_times: bool = False,
 ) -> torch.Tensor:
     """Rotary positions int64 [3, n], along time, height and width, for a document's token ids [n].
-    exact_times: float32 positions as in Qwen3-Omni, where positions along time are not rounded, and
-    text continues after the last of them if a video is longer than its sides.
+    exact_times: with steps, float32 positions as in Qwen3-Omni, where positions along time are not
+    rounded, and text continues after the last of them if a video is longer than its sides.
 
-    A text token has the same position on all axes, one after the token before it. The features of
-    an image (a run of placeholders) start at the next position and count from there along each
+    A text token has the same position on all axes, one after a text token before it. The features
+    of an image (a run of placeholders) start at the next position and count from there along each
     axis; along time in distances of the run's `steps` (None: 1), rounded down. The text after an
     image starts after its longer side. grids: [runs, 3], patches of each run along time, height and
     width; merge_size x merge_size patches form one feature. token_ids: the placeholders. ValueError

@@ -30,7 +30,7 @@ _VISION_PARTS = {
 
 def _with_pictures(text: Family, **changes: Any) -> Family:
     """The Family of a vision-language model, made from the Family of its language model, `text`:
-    Hugging Face's names get the prefix "model.language_model.", and a vision tower is added.
+    in Hugging Face's names "model." becomes "model.language_model.", and a vision tower is added.
     changes: other fields of Family to replace."""
     rows = []
     for row in text.rows:

@@ -101,7 +101,7 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
     """Replace the tensors of each NF4 weight in a file by one Nf4Slice: {name: slice} -> {name:
     slice}. Names that Unsloth gives to gpt_oss's experts and routers are replaced by those that
     this package reads. ValueError for a weight in another format of bitsandbytes' 4 bits, or
-    without its absmax or quant_map."""
+    without its codes, absmax or quant_map."""
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):
         name, kind = match.groups()

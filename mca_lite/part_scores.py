@@ -47,7 +47,8 @@ META_NAME = "meta.json"
 
 def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
     """The configuration keys that an objective's config stands for, as an object with an attribute
-    per key: the given `keys`, converted to their types, and all others at their defaults.
+    per key: the given `keys`, converted to their types, and the others at their defaults; None
+    for keys of parts that are not installed.
 
     stage: the training stage, such as "dpo". ConfigError if a value has a wrong type, or a rule of
     the stage refuses it.
@@ -224,7 +225,7 @@ class RowStore:
     def write(self, rows: np.ndarray) -> tuple[int, Path]:
         """Write the next rows as a part. Returns (the row after it, its file), which the caller
         appends to `parts`. The file is on disk at the return, unless `folder` is None: then nothing
-        is written.
+        is written. CheckpointError if it cannot be written.
         """
         data = rows.tobytes()
         end = self.num_rows + len(rows)
@@ -255,8 +256,8 @@ class ObjectiveConfig:
     to configuration keys, by the mapping `keys` in a row of OBJECTIVES.
 
     Fields that only some objectives have: cache_dir: folder for stored rows; None: keep them in
-    memory. cache: another folder, used instead. pref_loss, ld_alpha, use_weighting: keys of
-    preference training.
+    memory. cache: another folder, used instead if cache_dir is set. pref_loss, ld_alpha,
+    use_weighting: keys of preference training.
     """
 
     stage: ClassVar[str]
@@ -297,7 +298,7 @@ class ObjectiveConfig:
 class ScoredTrainer(McaTrainer):
     """Base class of trainers that learn from another model's scores of their samples, such as a
     reference model's (DPO) or a teacher's (distillation). The scores are rows in a RowStore.
-    Subclasses set the class attributes: config_class (made if train_config is None), scorer (the
+    Subclasses set the attributes: config_class (made if train_config is None), scorer (the
     other model's name in reports), scorer_key (the configuration key that sets this model), kind
     (the rows' name on disk and in checkpoints), row_unit (what a row describes: "pair", "token"),
     part_rows (about how many rows are written at once) and row_type (a row's dtype).
@@ -382,7 +383,7 @@ class ScoredTrainer(McaTrainer):
         ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
 
         CheckpointError if the store has rows already, and the model now scores the first samples
-        differently.
+        differently, or if a part cannot be written.
         """
         args = self.args
         of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
@@ -429,7 +430,8 @@ class ScoredTrainer(McaTrainer):
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
         """Raise CheckpointError if a checkpoint's objective_facts, `facts`, have other scores than
-        this run, so that it was trained against another model. folder: the checkpoint's.
+        this run's (if both have some): it was trained against another model. folder: the
+        checkpoint's.
         """
         written = facts.get(self.kind)
         now = self.objective_facts().get(self.kind)

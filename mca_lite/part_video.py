@@ -122,7 +122,7 @@ class Video:
 @contextlib.contextmanager
 def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
     """Context with (PyAV's container, its first video stream) for a video file. Any error inside
-    becomes a ValueError that names `where`."""
+    becomes a ValueError that names `where`, as does a missing PyAV."""
     expect(
         importlib.util.find_spec("av"),
         f"{where}: video files take PyAV: pip install 'mca-lite[video]'; videos that are lists or "
@@ -318,7 +318,7 @@ class VideoVision(Vision):
     @functools.cached_property
     def frame_processor(self) -> Any:
         """transformers' image processor of the model, used for frames too. ValueError if the
-        model's settings for videos differ from those for images."""
+        model's settings for videos differ in _SHARED from those for images."""
         own = self._settings()
         for name in _SETTINGS:
             path = self.folder / name

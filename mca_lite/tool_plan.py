@@ -90,9 +90,10 @@ _CHECKED = 16  # GPUs; plans for more were not compared with a run
 
 
 class StepTime(NamedTuple):
-    """Predicted seconds of an optimizer step, by part. compute: kernels. bubble: waiting for other
-    pipeline stages. messages: communication that does not overlap. update: the optimizer. flops:
-    the model's FLOPs in the step, not seconds."""
+    """Predicted seconds of an optimizer step, by part. compute: kernels, or the host that launches
+    them if it takes longer; the mean over stages. bubble: waiting for other stages. messages:
+    communication that does not overlap. update: the optimizer. flops: the model's FLOPs in the
+    step, not seconds."""
 
     compute: float
     bubble: float
@@ -586,8 +587,9 @@ _KEYS = (
 
 def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
     """Yield layouts of options.gpus ranks with the same global batch. Parallel sizes are powers of
-    two, but samples shorter than _LONG tokens keep the run's context_parallel_size. Layouts that
-    break a rule are left out. words: the command line's. base: the run as it was given.
+    two (tensor parallel: at most 8), but samples shorter than _LONG tokens keep the run's
+    context_parallel_size. Layouts that break a rule are left out. words: the command line's. base:
+    the run as it was given.
 
     A layout that does not fit into memory is followed by the same one with micro-batches of one
     sample, and then with recomputation.

@@ -239,8 +239,8 @@ class FiniteGuard:
 
     def _first_cause(self, has_bad_loss: bool) -> str:
         """Text that names the first non-finite tensor in the order of computation: a weight, else a
-        layer's output, else the loss (if has_bad_loss), else a gradient. Runs the step's
-        micro-batches forward again. Collective."""
+        layer's output, else the loss (if has_bad_loss), else a gradient, else the gradient's norm.
+        Runs the step's micro-batches forward again. Collective."""
         rank = parallel.rank()
         parameters = list(_named(self.trainer.model, "parameters"))
         # reversed, because backward goes from the last parameter to the first. main_grad is
@@ -318,6 +318,7 @@ def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[
 
 
 def _is_finite(output: Any) -> bool:
-    """True if a module's output, a tensor or a tuple or list with tensors, is finite."""
+    """True if a module's output, a tensor or a tuple or list with tensors, is finite; True for any
+    other output."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     return all(part.isfinite().all() for part in parts if isinstance(part, torch.Tensor))
