@@ -5,6 +5,7 @@
     rng-<rank>.pt           random states, read with weights_only
     mca_config.json, dist/  megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
+    adapter_*               with LoRA: the adapters in PEFT's format
     hf/                     with save_hf_checkpoints: the model in Hugging Face's format
     manifest.json           size and checksum of every other file, written last
 

@@ -227,9 +227,9 @@ def _without_padding(logits: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> torch.Tensor:
-    """float32 [3, rows] for a chunk of capped logits: the largest logit, the sum of exp(logit -
-    largest), and the logit in column places[row] (0 if that is -1). May change padding columns in
-    place."""
+    """float32 [3, rows] for a chunk of capped logits: the largest logit and the sum of exp(logit -
+    largest), without padding columns, and the logit in column places[row] (0 if that is -1). May
+    change padding columns in place."""
     if compiles(logits):
         return fused().statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
@@ -525,8 +525,7 @@ class _LossesOfLogits(torch.autograd.Function):
 def _logits_of(
     factors: Sequence[torch.Tensor], labels: torch.Tensor, rows: Any, head: Head
 ) -> Logits:
-    """The Logits of one chunk of tokens (rows), as a loss function gets them, detached from
-    autograd."""
+    """The Logits of one chunk of tokens (rows), detached from autograd and without a batch."""
     parts = _pairs(factors, rows)
     hidden, weight = parts[0]
     places = torch.arange(len(labels), device=labels.device)[rows]

@@ -91,8 +91,8 @@ class EachDataset(TrainerCallback):
         """float64 [datasets, 2]: sum and count of each dataset's losses in this rank's share of a
         micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
 
-        labels, losses: trainer.terms: the labels and losses of tokens, or, in stages that compare
-        answers, for each sample whether it counts, and its loss.
+        labels, losses: trainer.terms: the labels of tokens, or bool, which of them count, and their
+        losses; or, in stages that compare answers, for each sample whether it counts, and its loss.
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels

@@ -89,7 +89,7 @@ class Picture:
 class Placed(NamedTuple):
     """An image, or another input, of a document, with facts read when the document was tokenised.
     picture: a Picture, Video or Audio. grid: number of patches along time, height and width.
-    num_bytes, modified: size and time of its file. where: "file:line" of its record."""
+    num_bytes, modified: those of `picture`. where: "file:line" of its record."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -707,8 +707,8 @@ class Vision(Media):
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """The model's columns for a document with tokens ids [n]: positions rope_t, rope_h and
-        rope_w [n]; with images also image_grid_thw, and pixel_values unless is_read is False (with
-        videos video_grid_thw and pixel_values_videos)."""
+        rope_w [n]; with inputs also their grids, and pixels unless is_read is False, in the columns
+        that columns_of names, such as image_grid_thw and pixel_values."""
         import torch  # imported late: reading records needs no torch
 
         positions = rope_positions(
