@@ -260,7 +260,7 @@ def _try_cast(value: object, hint: object) -> tuple[Any, str]:
 
 
 def check_training(a: Keys, judge: Judge) -> None:
-    """Check training arguments against each other, and under torchrun against the number of
+    """Check training arguments against each other, and under a launcher against the number of
     processes. Problems are added to `judge`; harmless keys without effect give lines in a.notes."""
     # without torchrun only parse_args knows the number of processes
     if world.current().is_given:
@@ -282,8 +282,8 @@ def check_training(a: Keys, judge: Judge) -> None:
 
 def check_world(a: Keys, judge: Judge) -> None:
     """Check that the number of processes is a multiple of tensor x pipeline x context parallel
-    size, and that expert parallelism divides a pipeline stage's ranks. Problems are added to
-    `judge`."""
+    size, and that expert x expert tensor parallel size divides a pipeline stage's ranks. Problems
+    are added to `judge`."""
     size = a.world_size
     product = a.model_parallel_size
     if size % product == 0:
@@ -477,8 +477,9 @@ def _normalise_schedule(a: Keys) -> None:
 
 
 def _check_schedule(a: Keys, judge: Judge) -> None:
-    """Check the names, types and limits of lr_scheduler_kwargs. If max_steps is set, check too that
-    the warm-up leaves enough steps for the decay."""
+    """Check the names, types and limits of lr_scheduler_kwargs, and that warmup_steps is whole. If
+    max_steps is set and nothing was wrong, check too that the warm-up leaves enough steps for the
+    decay."""
     key = "lr_scheduler_kwargs"
     kwargs = a.lr_scheduler_kwargs
     types = _kwargs_of(a.lr_scheduler_type)

@@ -26,8 +26,8 @@ from .tables import COLUMNS
 
 
 def mean_of(total: Any, count: torch.Tensor) -> Any:
-    """total / count for losses and gradients. A count below 1 is taken as 1, so that a batch
-    without tokens gives 0 instead of NaN."""
+    """total / count. A count below 1 is taken as 1, so that a batch without tokens gives 0 instead
+    of NaN."""
     return total / count.clamp(min=1)
 
 
@@ -46,7 +46,7 @@ class Backend(abc.ABC):
     context_parallel = (1, 0)  # (size, this rank)
     micro_batch_weight = 1.0  # factor on losses, so that their mean leaves out empty micro-batches
     predicts_ahead = 0.0  # weight of the multi-token prediction losses relative to the main loss
-    counts_tokens = True  # True on exactly one of the ranks that share a batch
+    counts_tokens = True  # True if reduce() shall sum this rank's token counts, once for each batch
     dp_rank: int
     dp_size: int
     hf_config: dict[str, Any]  # the model's config.json
@@ -100,15 +100,15 @@ class Backend(abc.ABC):
         return None
 
     def loss_columns(self, batch: Batch) -> dict[str, Any]:
-        """Move the batch columns that only losses read to this rank's device; of columns per token,
-        only this context-parallel rank's tokens are kept -> the batch with these columns replaced.
-        """
+        """Move the batch columns that the model's forward pass does not take to this rank's device;
+        of columns per token, only this context-parallel rank's tokens are kept -> the batch with
+        these columns replaced."""
         names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
         return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
     def joins_rows(self, chunks: Sequence[Any]) -> bool:
-        """True if one forward pass of these chunks can take the rows of several micro-batches at
-        once."""
+        """True if one forward pass of these chunks may take the rows of several micro-batches at
+        once. Base class: False."""
         return False
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def use_timers(self, timers: Callable[..., Any]) -> None:
         """Time the parts of a step with timers(name).start() and stop(), as megatron-core's Timers
-        do."""
+        do, or with timers(name) as a context."""
 
     @abc.abstractmethod
     def create_optimizer(self) -> Any:
@@ -141,7 +141,7 @@ class Backend(abc.ABC):
         """Run the schedule's forward pass only -> metrics per micro-batch; [] on pipeline stages
         other than the last. forward_step: megatron's forward_step_func, (iterator over
         micro-batches, model) -> (output, loss function). chunks: from wrap_reference, to run
-        instead of the trained model."""
+        instead of the trained model. Collective."""
 
     @abc.abstractmethod
     def add_gradients(
@@ -153,11 +153,10 @@ class Backend(abc.ABC):
     ) -> list[dict[str, Any]]:
         """Run the schedule forward and backward -> metrics per micro-batch, as from forward(). The
         gradients are added to the gradients of earlier calls, until finish_gradients() or
-        discard_gradients() is called.
+        discard_gradients() is called. Collective.
 
         seq_length: the first micro-batch's number of positions. last: True in the last call before
-        finish_gradients(): its backward pass may then already reduce gradients over ranks.
-        """
+        finish_gradients(): its backward pass may then already reduce gradients over ranks."""
 
     @abc.abstractmethod
     def finish_gradients(
@@ -165,9 +164,9 @@ class Backend(abc.ABC):
     ) -> torch.Tensor:
         """Reduce the added gradients over ranks, so that step() can use them -> the divisor.
 
-        With calculate_per_token_loss, the summed gradients are divided by the divisor:
-        `denominator`, or if that is None, the token count of the whole update times `times`.
-        Collective."""
+        With calculate_per_token_loss, the update uses the summed gradients divided by the divisor:
+        `denominator`, or if that is None, the loss counts (such as tokens) of the whole update, at
+        least 1, times `times`. Collective."""
 
     @abc.abstractmethod
     def clip_at(self, max_grad_norm: float) -> None:
@@ -177,6 +176,7 @@ class Backend(abc.ABC):
     def step(self) -> tuple[bool, float, int | None]:
         """Clip gradients and update weights -> (False if the update is skipped, gradient norm
         before clipping, count of zeros in the gradient or None), the same on every rank.
+        Collective.
 
         There is no update if the norm is not finite (with check_for_nan_in_loss_and_grad), if it is
         above grad_norm_skip_threshold, or if fp16's loss scale overflowed (the norm is then 0).
@@ -195,30 +195,32 @@ class Backend(abc.ABC):
         change: Callable[..., Any] | None = None,
     ) -> list[str]:
         """Write the model as a Hugging Face checkpoint -> file names on global rank 0, []
-        elsewhere. change(name, tensor): returns the tensor to write instead; None: no change."""
+        elsewhere. change(name, tensor): returns the tensor to write instead; None: no change.
+        Collective."""
 
     @abc.abstractmethod
     def _gradients_for_weights(self) -> None:
         """Replace the data of each trained parameter by its complete gradient, in float32, to
-        export gradients like weights."""
+        export gradients like weights. Collective."""
 
     @abc.abstractmethod
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, CPU tensor) of each weight, on global rank 0 only. Called for
-        runs that train whole weights rather than adapters."""
+        runs that train whole weights rather than adapters. Collective: all ranks iterate to the
+        end."""
 
     @abc.abstractmethod
     def weights(
         self, change: Callable[..., Any] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name in the model's files, copy on this rank's device) of each unsharded weight,
-        on global rank 0. change(name, tensor): returns the tensor to yield instead; None: no
-        change. Collective: all ranks iterate to the end."""
+        """Yield (name as in Hugging Face's files, copy on this rank's device) of each unsharded
+        weight, on global rank 0. change(name, tensor): returns the tensor to yield instead; None:
+        no change. Collective: all ranks iterate to the end."""
 
     @abc.abstractmethod
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor on the meta device) for what weights() yields, without transferring
-        data. All ranks must iterate to the end."""
+        """Yield (name, tensor on the meta device) for what weights() yields, on every rank and
+        without the data. Collective: all ranks iterate to the end."""
 
     @abc.abstractmethod
     def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
@@ -230,12 +232,13 @@ class Backend(abc.ABC):
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss sum, count) of this rank's tokens, changed for megatron's schedule if context
-        parallelism splits rows. In this base class both are unchanged."""
+        parallelism splits rows; this may be a collective over its ranks. In this base class both
+        are unchanged."""
         return total, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the context-parallel ranks, which share each row. May change `values`.
-        This base class has one such rank and returns `values`."""
+        Collective. This base class has one such rank and returns `values`."""
         return values
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -245,13 +248,14 @@ class Backend(abc.ABC):
         return logits
 
     def common_length(self, longest: int) -> int:
-        """Row length to which all micro-batches of a step are padded, given the longest; 0 if their
-        lengths may differ."""
+        """Row length to which all micro-batches of a step are padded, before it is rounded up to
+        length_multiple; 0 if their lengths may differ. longest: this rank's longest row. Collective
+        if all ranks need one length. Base class: 0."""
         return 0
 
     def finish_param_sync(self) -> None:  # noqa: B027 - no gather is pending on one rank
-        """Wait for all-gathers of updated weights that still run. In this base class there are
-        none."""
+        """Run the all-gathers of updated weights that are still due, and wait for them. Collective.
+        In this base class there are none."""
 
     def discard_gradients(self) -> None:
         """Drop the gradients that add_gradients() added. Collective if a reduction of them has
@@ -262,9 +266,9 @@ class Backend(abc.ABC):
     # -- shared by both backends
 
     def expect_here(self, call: str, *kinds: str) -> None:
-        """Raise ValueError if tensors that an operation needs were moved to host memory
-        (part_sleep.py). call: the operation, for the message. kinds: "model", "grad", "optimizer".
-        """
+        """Raise ValueError if tensors that an operation needs were moved to host memory, or freed
+        if they are gradients (part_sleep.py). call: the operation, for the message. kinds: "model",
+        "grad", "optimizer"."""
         away = [kind for kind in kinds if kind in self.away]
         expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
@@ -291,8 +295,8 @@ class Backend(abc.ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(divisor, factor). divisor: what finish_gradients() returns for `denominator` and
         `times`. factor: for gradients that were divided by the pending token count, so that they
-        end up divided by the divisor; None if it is 1. Resets the pending count, which
-        add_gradients() sums up."""
+        end up divided by the divisor; None with denominator None and times 1. Resets the pending
+        count, which add_gradients() sums up."""
         count = self.pending.float().clamp(min=1)
         self.pending = None
         self._is_sent = False
@@ -369,7 +373,7 @@ class Backend(abc.ABC):
 
     def router_statistics(self) -> dict[str, float]:
         """Metrics of the MoE routers since the last call, over all ranks; {} for a model without
-        experts. Collective."""
+        experts, or if no expert was chosen. Collective for a model with experts."""
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers)
@@ -382,8 +386,9 @@ class Backend(abc.ABC):
         return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list[Any] | None) -> None:
-        """Restore the router_sums() of a resumed run: the main rank adds them to its own counts,
-        other ranks begin with 0. Sums for another number of layers or experts are dropped."""
+        """Set this rank's router counts for a resumed run: to its router_sums() on the main rank,
+        to 0 on other ranks. None, or sums for another number of layers or experts, give 0
+        everywhere."""
         if self.statistics_of_routers is None:
             return
         rows = (

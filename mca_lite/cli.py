@@ -151,8 +151,8 @@ def has_colors() -> bool:
 
 
 def finish(work: Callable[..., int | None], *args: Any) -> int:
-    """Call work(*args), the body of a command -> its exit code (None: 0). An Exception or Ctrl-C is
-    printed and turned into an exit code."""
+    """Call work(*args), the body of a command -> its exit code (None: 0). An Exception, which end()
+    prints, or Ctrl-C, which the main rank prints, gives an exit code too."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
@@ -172,7 +172,7 @@ def end(error: Exception, output_dir: str | None) -> int:
     first one wait WAIT_S before they print, and torchrun may end them in this time; the first rank
     waits too if it failed because another rank is gone. output_dir: folder for the traceback; the
     temporary folder if it is None, missing or full. None also means that nothing is trained: then a
-    closed pipe (`| head`) is no error."""
+    closed pipe (`| head`) is no error, and nothing is printed."""
     if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
     code = getattr(error, "exit_code", USER_ERROR)

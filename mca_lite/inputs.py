@@ -97,8 +97,8 @@ class Media:
         An input is a message block, or a mark in a message's text. If it has no value of its own,
         it takes the next value in of_columns. may_lead: if there are no marks, put the inputs
         before the first question, as TRL does. Raises ValueError if values and places for them
-        differ in number. This base class returns (), and raises ValueError if there is any input.
-        """
+        differ in number. This base class takes marks as text, returns (), and raises ValueError if
+        there is a value or a message block."""
         of_blocks = [message.pop("media", None) for message in messages]
         reason = "the model reads text: its config.json has no vision_config with "
         reason += "vision_start_token_id, image_token_id, vision_end_token_id"

@@ -6,8 +6,7 @@ pass: 2 tokens and 2 c squares. c: half the query and value channels, summed ove
 because attention is causal. Linear attention: 6 tokens times the multiplications in its convolution
 and its state; 2 in layers below. Pictures: 2 passes (weights per patch) patches + 4 passes (width x
 layers) (sum of squared patches per picture), with three passes if any of the vision tower is
-trained, else one.
-"""
+trained, else one; layers with windows count their windows instead."""
 
 import contextlib
 import json
@@ -89,7 +88,7 @@ class Throughput:
     @classmethod
     def of(cls, args: Keys) -> "Throughput":
         """The Throughput for a run with these TrainingArguments. The peak is that of this rank's
-        GPU with bf16 or fp16, otherwise unknown."""
+        GPU with bf16 or fp16, if known; otherwise None."""
         peak = None
         if torch.cuda.is_available() and (args.bf16 or args.fp16):
             peak = peak_flops(torch.cuda.get_device_name())
@@ -380,7 +379,7 @@ _KNOWN = {"step", *(metric.key for metric in METRICS)}
 
 def format_summary(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """The start summary as text: a line with each section's name, then its values in one column. A
-    value of None is skipped."""
+    value of None is skipped, and so is a section without other values."""
     lines = []
     for name, values in sections.items():
         known = {key: value for key, value in values.items() if value is not None}
@@ -393,9 +392,8 @@ def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None
     """A progress line for one log record, `logs`: step and max_steps, the metrics of PROGRESS in
     this order, other keys that METRICS does not have, and eta_s, the remaining seconds.
 
-    Leaves out values below a metric's `least`, unknown keys with the value 0, and lags without
-    slowest_rank.
-    """
+    Leaves out metrics that are NaN or below their `least`, unknown keys with the value 0, and lags
+    without slowest_rank."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs

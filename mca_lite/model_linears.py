@@ -160,7 +160,8 @@ def experts_product(
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
     """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale *
-    hidden A^T for all tokens of the sequence, B [V / tp, r]); None if there is no adapter."""
+    hidden A^T for all tokens of the sequence, B [V / tp, r]); None if there is no enabled adapter.
+    """
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 
@@ -187,8 +188,9 @@ def _wait(messages: list[Any]) -> None:
 
 
 def _peers_of(way: Way, x: torch.Tensor) -> Any:
-    """The part_overlap.Peers of a linear's group; None if communication does not overlap, or x is
-    not on a GPU. The first call for a group is collective."""
+    """The part_overlap.Peers of a linear's group; None if communication does not overlap, x is not
+    on a GPU, or torch's symmetric memory does not work. The first call for a group is collective.
+    """
     if not (way.overlaps and x.is_cuda):
         return None
     return function_of("part_overlap:peers_of")(way.group)

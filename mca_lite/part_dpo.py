@@ -2,7 +2,7 @@
 
     _arrange                pairs -> rows or a packed row, alternating chosen and rejected
     _prepare_micro_batches  add log-probabilities of the reference, unless the data has them, and
-                            statistics of the global batch for losses that compare its pairs
+                            numbers about the global batch for losses that need them
     _pre_compute_loss, _post_compute_loss
                             token losses -> log-probabilities of answers -> loss and 8 metrics
 
@@ -100,13 +100,13 @@ class DPOConfig(ReferenceConfig):
 
     pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of names; it becomes a list.
     pref_loss_weights: a weight per loss; None: 1.
-    beta: factor on log-ratios to the reference, or weight of ORPO's odds ratio.
+    beta: factor on log-ratios to the reference, or without one on log-probabilities; in ORPO the
+    weight of the odds ratio.
     label_smoothing: assumed share of pairs whose answers are swapped.
     ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
     use_weighting: the configuration keys of the same names.
     use_ref_model: True if there is a reference; None: decided by the losses. Other fields are
-    ReferenceConfig's.
-    """
+    ReferenceConfig's."""
 
     beta: float = 0.1
     pref_loss: Any = "sigmoid"
@@ -162,13 +162,12 @@ class DPOTrainer(ScoredTrainer):
     labels, the chosen answer's before the rejected one's, as a list or as {"chosen", "rejected"}.
     With sequence_packing, samples may also be packs (lists) of pairs.
 
-    train_config: a DPOConfig.
+    train_config: a DPOConfig; None: its defaults.
     ref_model: for reference "model", a second model of the backend's kind, which gets frozen; it
     must share no parameter with `model`.
     optimizer, lr_scheduler: McaTrainer's `optimizers`. Other arguments are McaTrainer's;
     per_device_train_batch_size counts pairs, or packs. ValueError for data and keys that do not
-    fit.
-    """
+    fit."""
 
     config_class: Any = DPOConfig
     scorer = "reference model"
@@ -236,9 +235,7 @@ class DPOTrainer(ScoredTrainer):
 
     @property
     def _of_batch(self) -> list[str]:
-        """Names of this run's losses that compare each pair with the other pairs in the global
-        batch.
-        """
+        """Names of this run's losses that need numbers about all pairs of the global batch."""
         return [name for name, row in self._rows.items() if row.of_batch]
 
     # -- a run of the command line
@@ -259,9 +256,8 @@ class DPOTrainer(ScoredTrainer):
     @classmethod
     def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
         """Folder of the reference model to load; None if the run needs no second model. ConfigError
-        for a reference that cannot work with these keys. planned: the trained model's
-        run.PlannedModel.
-        """
+        for a reference that cannot work with these keys, ValueError if there is no such model.
+        planned: the trained model's run.PlannedModel."""
         if not cls.has_reference(arguments):
             return None
         if arguments.ref_model == "model":
@@ -326,10 +322,9 @@ class DPOTrainer(ScoredTrainer):
         """(losses, rewards of chosen, rewards of rejected answers), each [P]. Losses are the
         weighted sum of this run's losses; rewards are the first loss's.
 
-        responses.of_batch: [P, 2 n], two numbers for each of the n losses that compare pairs with
-        each other. sigmoid goes through dpo_loss and orpo through odds_ratio_loss, which subclasses
-        can override.
-        """
+        responses.of_batch: [P, 2 n], two numbers for each of the n losses that need numbers about
+        the global batch. sigmoid goes through dpo_loss and orpo through odds_ratio_loss, which
+        subclasses can override."""
         found = [self._loss_of(name, responses) for name in self._rows]
         weights = self.train_config.pref_loss_weights or [1.0] * len(found)
         losses = sum(weight * one[0] for weight, one in zip(weights, found, strict=True))
@@ -383,9 +378,8 @@ class DPOTrainer(ScoredTrainer):
         margin: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
         """DPO's (losses, rewards of chosen, rewards of rejected answers), each [P], from
-        log-probabilities [P]. margin: [P], subtracted from beta times the difference of log-ratios;
-        passed only if pairs have one.
-        """
+        log-probabilities [P]. margin: [P], subtracted from beta times the difference of log-ratios
+        (or of an f-divergence's slopes); passed only if pairs have one."""
         policy = (policy_chosen_logps, policy_rejected_logps)
         reference = (reference_chosen_logps, reference_rejected_logps)
         r = Responses(*policy, None, None, *reference, margin=margin)
@@ -412,11 +406,11 @@ class DPOTrainer(ScoredTrainer):
         """Turn token losses [b, s] into (sum of the pairs' losses, number of pairs int32, {metric:
         (sum, pairs)}).
 
-        labels: [b, s] on this rank. batch: the whole micro-batch; its loss columns are sharded like
-        the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None without a reference.
-        losses: with use_weighting [b, s, 2], from _with_agreement. Under context parallelism
-        collective over its group, whose ranks other than the first return counts and metrics of 0.
-        """
+        labels: [b, s] on this rank. batch: the whole micro-batch; its loss columns per token are
+        sharded like the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None without a
+        reference. losses: with use_weighting [b, s, 2], from _with_agreement. Under context
+        parallelism collective over its group, whose ranks other than the first return counts and
+        metrics of 0."""
         agreement: Any = 1.0
         if self.train_config.use_weighting:
             losses, of_squares = losses.unbind(-1)
@@ -472,10 +466,10 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs_of(
         self, batch: dict[str, Any], labels: torch.Tensor, losses: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities, numbers of tokens) of an arranged batch's documents, float32
-        [documents] each, from labels and token losses [b, s] on this rank; a document counts its
-        trained tokens. With ld_alpha, log-probabilities of an answer's tokens beyond the other
-        answer's length are multiplied by it. Collective under context parallelism."""
+        """(log-probabilities, numbers of tokens) of an arranged batch's documents without padding,
+        float32 [documents] each, from labels and token losses [b, s] on this rank; a document
+        counts its trained tokens. With ld_alpha, log-probabilities of an answer's tokens beyond the
+        other answer's length are multiplied by it. Collective under context parallelism."""
         if "logp_weight" in batch:
             losses = losses * batch["logp_weight"]
         return sum_documents(self.backend, batch, labels, losses)
@@ -500,9 +494,9 @@ class DPOTrainer(ScoredTrainer):
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Arrange a collated batch of pairs for the model, and with ld_alpha add "logp_weight", the
-        token weights. ValueError if rows do not have chosen and rejected documents in turn, or if a
-        column such as pair_weight is missing for some pairs.
-        """
+        token weights. ValueError if a row's documents do not make whole pairs, or if the batch
+        lacks a column of pairs, such as pair_weight, that the data has, or has one that the data
+        lacks."""
         counts = batch["attention_mask"].amax(dim=1)  # documents per row; fillers have none
         expect(
             not (counts % self.documents_per_sample).any(),
@@ -572,10 +566,9 @@ class DPOTrainer(ScoredTrainer):
     def _compared(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The micro-batches with the column "of_batch": numbers about the global batch for losses
-        that compare its pairs. An evaluation does not change what such a loss remembers between
-        steps. Collective.
-        """
+        """The micro-batches with the column "of_batch": numbers about the global batch for the
+        losses that need them. An evaluation does not change what such a loss remembers between
+        steps. Collective."""
         every, first = self._every_pair(micro_batches, seq_length)
         memory = self.state.objective
         if not torch.is_grad_enabled():
@@ -725,9 +718,8 @@ def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
 
 
 def _with_agreement(logits: Logits) -> torch.Tensor:
-    """[n, 2] for n tokens: cross entropy, and the log of the sum of squared probabilities, without
-    a gradient, for WPO's weights. Collective over the tensor-parallel group.
-    """
+    """[n, 2] for n tokens: cross entropy; and for WPO's weights, without a gradient, the log of the
+    sum of squared probabilities. Collective over the tensor-parallel group."""
     lse = logits.logsumexp()
     with torch.no_grad():
         squares = logits.sum((2 * (logits.values - lse[:, None])).exp().sum(1)).log()

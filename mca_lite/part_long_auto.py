@@ -43,8 +43,8 @@ def free_memory() -> float:
 
 
 def states_to_come(optimizer: Any, args: Any) -> float:
-    """Upper bound for the bytes on the device of the optimizer states that the first update will
-    create. A matrix that muon updates is counted with the states of Adam."""
+    """Estimated bytes on the device of the optimizer states that the first update will create. A
+    matrix that muon updates is counted with the states of Adam."""
     row = OPTIMIZERS[args.optim]
     widths = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
     of_value = sum(widths[getattr(args, f"{name}_dtype", "fp32")] for name in row.states)
@@ -60,10 +60,10 @@ def states_to_come(optimizer: Any, args: Any) -> float:
 
 
 def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
-    """Tokens to plan for in a row, or in a sample's documents together. They are cutoff * documents
-    if lengths are not stored or samples are packed; without a cutoff, the longest stored length, or
-    the longest of the first samples. cutoff: cutoff_len; None: the run has none. documents:
-    documents per sample."""
+    """Tokens to plan for in a row, or in a sample's documents together. With a cutoff they are
+    cutoff * documents if lengths are not stored or samples are packed. Otherwise they are the
+    longest stored length of a document * documents; if none is stored, the longest of the first
+    samples. cutoff: cutoff_len; None: the run has none. documents: documents per sample."""
     lengths = getattr(samples_of(data), "document_lengths", None)
     if cutoff and (lengths is None or isinstance(data, Packs)):
         return cutoff * documents

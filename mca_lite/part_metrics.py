@@ -42,12 +42,11 @@ def check(evaluator: Evaluator) -> None:
 def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, float]:
     """Run a pass over the dataset, and call the user's compute_metrics with the results of
     preprocess_logits_for_metrics for each sample -> its metrics, named <prefix>_<name>, on every
-    rank. Collective. ValueError if compute_metrics does not return {name: number}.
+    rank. Collective. ValueError if compute_metrics fails, or does not return {name: number}.
 
     The main rank calls compute_metrics. As in transformers, position t of label_ids is the label
     predicted by position t - 1, and rows are padded with IGNORE_INDEX. Memory: a micro-batch's
-    logits, and on the main rank all results.
-    """
+    logits, a step's results of all ranks, and on the main rank all results."""
     trainer = evaluator.trainer
     preprocess = trainer.preprocess_logits_for_metrics
     backend = evaluator.backend

@@ -91,8 +91,8 @@ class Peers:
     def gather_multiply(
         self, x: torch.Tensor, matrix: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). The matmul of
-        each rank's tokens runs as soon as they arrive. Collective."""
+        """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). Each rank's
+        tokens are multiplied once they have arrived, in a fixed order of ranks. Collective."""
         whole, arrivals = self.gather(x)
         out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
         parts = whole.view(self.size, -1, whole.shape[-1])

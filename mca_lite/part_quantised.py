@@ -140,7 +140,8 @@ def _whole_kernel(
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
     """Dequantise codes and scales into out [.., k], rounded to its dtype. There may be gaps between
-    the rows of `out`, and further ones between its matrices [n, rows, k]. One kernel on a GPU."""
+    the rows of `out`, and further ones between its matrices [n, rows, k]. One kernel on a GPU with
+    Triton."""
     if compiles(out):
         launch_whole(codes, scales, form, out if out.dim() == 3 else out.view(-1, out.shape[-1]))
         return
@@ -314,8 +315,7 @@ class _Product(torch.autograd.Function):
 
 def is_quantised(row: Row, config: Any) -> bool:
     """True if config.weight_format applies to the row's weight: a linear's or expert's matrix in a
-    decoder layer, if tensor parallelism shards it. With mxfp4, only experts if the model has some.
-    """
+    layer, if tensor parallelism shards it. With mxfp4, only experts if the model has some."""
     is_matrix = row.is_linear and row.axis is not None and "{}" in row.mca
     only_experts = config.weight_format == "mxfp4" and config.num_moe_experts
     return is_matrix and (row.expert is not None or not only_experts)

@@ -16,10 +16,10 @@ REFERENCES = ("cached", "adapter", "model")
 class ReferenceArguments(ArgumentGroup):
     """Configuration keys of reference models.
 
-    pref_beta: scales log-ratios to the reference; in orpo the weight of the odds ratio. ref_model:
-    "cached" scores the data once, before training; "adapter" disables the adapters; "model" loads
-    model_name_or_path a second time; a folder loads its model.
-    """
+    pref_beta: scales log-ratios to the reference, or without one log-probabilities; in orpo the
+    weight of the odds ratio. ref_model: "cached" scores the data once, before training; "adapter"
+    disables the adapters; "model" loads model_name_or_path a second time; a folder loads its model;
+    None: "adapter" if adapters can be disabled, otherwise "cached"."""
 
     pref_beta: float = amount(0.1, "strength of the reference, or weight of orpo's odds ratio")
     ref_model: str | None = optional(

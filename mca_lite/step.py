@@ -134,7 +134,7 @@ def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any
     """The results of a loss_func, with the logged loss replaced by the micro-batch's mean: the pair
     [sum, count] is divided by the count.
 
-    Under context parallelism the pair is this rank's share of mean and count."""
+    Under context parallelism the pair is this rank's share of [mean, 1]."""
     total, count, metrics = loss_func(output)
     return total, count, {**metrics, "loss": mean_of(metrics["loss"], count)}
 
@@ -184,10 +184,9 @@ def collecting(
     """A forward_step for measure() whose results are collect(inputs, batch, output), for passes
     that only read the model's outputs.
 
-    to_inputs(batch): the model's keyword arguments. output: token losses by cross entropy, or
-    logits if these arguments have no labels. batch: as to_inputs gets it, but its loss columns hold
-    this rank's tokens.
-    """
+    to_inputs(batch): the model's keyword arguments. output: token losses, by cross entropy or by
+    the loss that wrap_reference() got; logits if these arguments have no labels; with a value head
+    scores. batch: as to_inputs gets it, but its loss columns hold this rank's tokens."""
 
     def forward_step(
         data_iterator: Iterator[dict[str, Any]], model: Any
@@ -220,12 +219,12 @@ def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -
 
 def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
     """Sum token losses [b, s] -> (loss to differentiate, number of trained tokens int32, pairs to
-    log). The pairs are this rank's [sum, tokens]: "loss", and with multi-token prediction
-    "mtp_loss".
+    log). The pairs are this rank's [sum, tokens]: "loss", and with multi-token prediction (losses
+    [b, s, 1 + layers]) "mtp_loss".
 
-    The loss also has the weighted losses of multi-token prediction, and is scaled so that the
-    backend's mean over micro-batches and context-parallel ranks comes out right.
-    """
+    The loss also has the weighted losses of multi-token prediction. Loss and number are changed by
+    over_context_parallel(), which may be collective, and the loss is scaled so that the backend's
+    mean over micro-batches comes out right."""
     metrics = {}
     more = 0.0
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets

@@ -154,7 +154,8 @@ def devices() -> Iterator[Finding]:
 
 
 def models_of(memory: float) -> str:
-    """The largest model that a GPU with so many bytes of memory trains, in each way of NEEDS."""
+    """Text with the largest model that a GPU with so many bytes of memory trains, in each way of
+    NEEDS."""
     largest = {}
     for way, needs in NEEDS.items():
         for model, gib in needs.items():
@@ -165,8 +166,9 @@ def models_of(memory: float) -> str:
 
 
 def compiler() -> Iterator[Finding]:
-    """Check Triton, torch.compile and optional kernel packages, if there is CUDA. An absent one is
-    fine, a broken one gives a warning."""
+    """Check Triton, torch.compile and optional kernel packages, if there is CUDA. An absent
+    optional package is fine; a broken one, or Triton or torch.compile that does not work, gives a
+    warning."""
     import torch
 
     from . import kernels, parts

@@ -35,7 +35,7 @@ _MAX_PAGE_CHARS = 20_000
 
 def main(words: list[str]) -> int:
     """Print facts about a run's data, or with --check do its dry run -> exit code. Ranks other than
-    0 print nothing."""
+    0 only check the options."""
     parser = parser_of("inspect", __doc__)
     here = world.current()
     parser.add_argument(
@@ -93,7 +93,8 @@ def _inspect(words: list[str], options: Any) -> int | None:
 
 def _read(words: list[str]) -> tuple[Any, str]:
     """(run.Plan, message for a bad record that would stop a run, or ""). If there is such a record,
-    the plan skips bad records. ConfigError for a run with streaming."""
+    the plan skips bad records. ConfigError for a run with streaming, ValueError if something else
+    would stop the run."""
     arguments = _arguments(words)
     if arguments.streaming:
         remedy = "streaming=false max_samples=1000"

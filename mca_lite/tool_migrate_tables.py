@@ -2,8 +2,8 @@
 
 A row is [@TAGS ]KEY[=VALUES]: WORDS [| NOTE]. KEY and VALUES are patterns, separated by commas. Of
 the rows that match a key of a file and its value, the first one counts; a key that no row matches
-is looked up among this package's keys and aliases. VALUES `absent`: the row is for a file without
-the key, and NOTE names the default.
+is looked up among this package's keys, aliases and known keys of other trainers. VALUES `absent`:
+the row is for a file without the key.
 
 WORDS is one of: keys of this package, which get the same value; key=value, where {} stands for the
 file's value and {0}, {1} for the items of a list; `datasets`, with the key and the stage to set for
@@ -12,8 +12,8 @@ the remedy in NOTE.
 
 TAGS are alternatives, separated by commas: words that the file must have, joined by +. A file has
 the keys that are not false or 0, its values, and the words of `method`, a script's command; without
-a command, the trainer's name.
-"""
+a command, the trainer's name (swift for ms-swift). For `absent` rows it also has the values that
+earlier rows have set."""
 
 # trainer -> patterns of its keys; a file is that of the first trainer of which it has a key
 SIGNS = {

@@ -78,8 +78,8 @@ _SUMMARY: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _texts(values: dict[str, Any]) -> dict[str, str]:
-    """Values as JSON text, so that true and "true" differ and no digit is lost. Text stays as it
-    is; keys with None are left out."""
+    """Values as text: text as it is, others as JSON, so that no digit is lost. Keys with None are
+    left out."""
     texts = {}
     for key, value in values.items():
         if isinstance(value, str):
@@ -90,8 +90,9 @@ def _texts(values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read run_summary.json, which a run writes about its state -> {key of _SUMMARY: value}. Raises
-    ValueError if a value is damaged; an absent file gives no keys but "sections"."""
+    """Read run_summary.json, which a run writes about its state -> {key of _SUMMARY: value}, with
+    the keys that it has; "sections" is always there. Raises ValueError if the file or a value is
+    damaged."""
     record = read_json(path) if is_there(path) else {}
     values: dict[str, Any] = {"sections": {}}
     for key, (wanted, fits) in _SUMMARY.items():
@@ -163,8 +164,8 @@ class RunFolder:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the run's start, or its last resumption, to its last log line; None if
-        unknown."""
+        """Seconds from the run's start, or its last resumption, to the last change of its log; None
+        if unknown."""
         started = self.summary.get("started")
         if started is None or self.changed_at is None:
             return None
@@ -179,7 +180,7 @@ class RunFolder:
 
     def eta_s(self) -> float | None:
         """Estimated seconds until the run ends, at its mean speed since its start or last
-        resumption; None if unknown."""
+        resumption; None if unknown, or after the last step."""
         left = self.summary.get("max_steps", 0) - self.step
         done = self.step - self.summary.get("first_step", 0)
         if self.seconds is None or left <= 0 or done <= 0:
@@ -188,8 +189,8 @@ class RunFolder:
 
     def state(self) -> str:
         """The run's state: "no run yet", "running", "hung?" (no log line for too long), "failed"
-        (its process is gone), "cannot be read", "unknown" (there is only a log), or the end that
-        the run noted, "finished" or "interrupted"."""
+        (its process on this machine is gone), "cannot be read", "unknown" (there is only a log), or
+        the end that the run noted, "finished" or "interrupted"."""
         if self.problems:
             return "cannot be read"
         state = self.summary.get("state")
@@ -469,7 +470,7 @@ def page(runs: Sequence[RunFolder]) -> str:
 
 def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
     """{prompt: {"expected": ..., "before": ..., run name: its answer}} from the runs' generated
-    answers."""
+    answers, with the answers' other keys."""
     rows: dict[str, dict[str, str]] = {}
     for run in runs:
         for sample in run.samples():
@@ -486,7 +487,8 @@ _FEW = 20  # a curve with at most this many points is not smoothed
 
 
 def _charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The page's charts, each as a dict for the template, in the order of METRICS."""
+    """The page's charts, each as a dict for the template: in the order of METRICS, then those of
+    other metrics."""
     charts: dict[str | None, list[Any]] = {metric.chart: [] for metric in METRICS}
     rows: dict[str | None, Metric] = {}
     for run in runs:

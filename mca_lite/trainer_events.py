@@ -87,8 +87,8 @@ class Numbers:
 
     def set_counts(self, *counts: int) -> None:
         """Set the counts in place. counts: what data_batches.count_tokens returns (tokens, squared
-        document lengths, image patches, squared patches), then the number of positions with
-        padding. No device sync."""
+        document lengths, image patches, squared patches, frames of audio), then the number of
+        positions with padding. No device sync."""
         values = torch.tensor(counts, dtype=self.vector.dtype)
         self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
@@ -141,7 +141,8 @@ class RunSums:
     """Numbers summed over the steps of one train() call, and over the steps since the last log
     line, in host memory.
 
-    nothing: Numbers of zeros. carried: to_record() from before the run was resumed, or {}."""
+    nothing: Numbers of zeros. carried: to_record() from before the run was resumed, or {}; ignored
+    if its metrics or number of counts differ."""
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any]):
         self._nothing = self.whole_run = self._window = nothing
@@ -270,14 +271,15 @@ class Phases:
         self._reduction = 0.0
 
     def timer(self, name: str, log_level: int = 0) -> Phase:
-        """The Phase that measures one of megatron-core's timers, such as "forward-compute". Used as
-        its `config.timers`. Timers that belong to no phase share one Phase that is not reported."""
+        """The Phase that measures one of megatron-core's timers, such as "forward-compute", or the
+        phase of this name. Used as its `config.timers`. Timers that belong to no phase share one
+        Phase that is not reported."""
         return self.of.get(_OF_TIMERS.get(name, name), self._others)
 
     def numbers(self) -> list[int]:
         """Integers for compare(), to reduce by a maximum over ranks: for each phase its
         microseconds, with the rank number in the lowest bits; then each phase's negated
-        microseconds."""
+        microseconds. With waits_in_model, data's time is added to the model's."""
         micros = {name: round(1e6 * phase.seconds()) for name, phase in self.of.items()}
         if self._waits_in_model:
             micros["model"] += micros["data"]
@@ -285,7 +287,8 @@ class Phases:
         return most + [-value for value in micros.values()]
 
     def compare(self, largest: list[int]) -> None:
-        """Store each phase's slowest rank and its lag behind the fastest rank, for take(). No
+        """Store each phase's slowest rank and its lag behind the fastest rank, and the least time
+        in reduction, for take(). With waits_in_model, data's lag is subtracted from the model's. No
         communication: the caller has reduced. largest: the elementwise maximum over ranks of the
         lists that numbers() returned; they contain each rank's number."""
         for i, name in enumerate(PHASES):
@@ -412,7 +415,9 @@ def callbacks_of(args: Any) -> list[TrainerCallback]:
 
 def check_hooks(kind: type, base: type) -> None:
     """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, such
-    as compute_loss of transformers' Trainer, or with a signature that does not fit the calls."""
+    as compute_loss of transformers' Trainer, or with a signature that does not fit the calls.
+    Signatures of __init__, and of _post_compute_loss beside an own _pre_compute_loss, may differ.
+    """
     kinds = kind.__mro__
     for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():
@@ -428,8 +433,8 @@ def check_hooks(kind: type, base: type) -> None:
 
 
 def _check_signature(where: str, member: Callable[..., Any], original: Any) -> None:
-    """Raise TypeError if the override `member` cannot be called with the arguments of `original`,
-    or names them in another order or as another library's hook does."""
+    """Raise TypeError if the override `member` cannot be called with the required arguments of
+    `original`, or names them in another order or as another library's hook does."""
     taken = inspect.signature(original).parameters.values()
     needed = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     called = f"{where} is called with ({', '.join(needed[1:])})"

@@ -1,19 +1,19 @@
 """Watchdog: report ranks that hang or die, and stop the others.
 
 Each rank counts its phases, the same ones on all ranks; noting a phase costs a few assignments. A
-thread of each rank watches its count. After hang_timeout seconds without progress (in long phases
-half of ddp_timeout), it asks all ranks for count, phase, micro-batches, Python stack and
-collectives, through the process group's store, and prints the ranks that are late. If there are
-any, all ranks exit after ddp_timeout seconds. If the store does not answer, a second thread makes
-its rank exit alone. A rank that dies from an exception leaves a message in the store, for ranks
-that lose their connection to it.
+thread of each rank watches its count. After hang_timeout seconds without progress (at most half of
+ddp_timeout; always that half in long phases and before the first step ends), it asks all ranks for
+count, phase, micro-batches, Python stack and collectives, through the process group's store, and
+prints the ranks that are late. If there are any, or outside long phases all wait for each other,
+all ranks exit after ddp_timeout seconds. If the store does not answer, a second thread makes its
+rank exit alone. A rank that dies from an exception leaves a message in the store, for ranks that
+lose their connection to it.
 
 Steps get no further collectives. Without a hang, each rank now and then reads two small keys of the
 store.
 
 If its torchrun has gone, a rank stops as at SIGTERM: it saves and exits. On Linux, data loader
-workers end with their rank.
-"""
+workers end with their rank."""
 
 import contextlib
 import ctypes
@@ -136,8 +136,8 @@ def watch(args: Any) -> Iterator[None]:
     """Watch this rank for hangs inside the context. Entering it again inside, or in a run of one
     rank, has no effect. args: TrainingArguments.
 
-    An error that leaves the context is stored for the other ranks. If it is a lost connection and
-    the reason is known, RankFailed replaces it. Collective on entry."""
+    An error that leaves the context is stored for the other ranks, unless it is a lost connection.
+    If the reason of a lost connection is known, RankFailed replaces it. Collective on entry."""
     from . import parallel  # imported late, because it imports torch
 
     global _current
@@ -300,9 +300,9 @@ class Watchdog:
         return min(self.hang_timeout, half) if is_short else half
 
     def look(self) -> None:
-        """Called regularly. Answer another rank's question, ask one if this rank makes no progress,
-        and exit if all ranks must. After an error from the store, whose holder has ended, look() is
-        not called again."""
+        """Called regularly. Answer a rank's question, ask one if this rank makes no progress, and
+        exit if all ranks must. After an error from the store, whose holder has ended, look() is not
+        called again."""
         try:
             self._look()
         except RuntimeError:
@@ -328,7 +328,7 @@ class Watchdog:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _answer(self) -> None:
-        """If a rank has asked, through the store, what the other ranks are doing, store this rank's
+        """If a rank has asked, through the store, what the ranks are doing, store this rank's
         answer: its phase and stack, and once per question its record of collectives."""
         question = self._read("question")
         if question:
@@ -360,8 +360,8 @@ class Watchdog:
     # -- the search for late ranks: one rank asks and prints
 
     def _investigate(self) -> None:
-        """Ask all ranks, in later calls report their answers, and at ddp_timeout make all ranks
-        exit if the answers show a hang. Only the first rank to ask does so."""
+        """Ask all ranks, in later calls report their answers, and shortly before ddp_timeout make
+        all ranks exit if the answers show a hang. Only the first rank to ask does so."""
         if self._question is None:
             question = f"{self.rank} at {self._seen}"
             if self.store.compare_set("question", "", question).decode() == question:
@@ -499,9 +499,9 @@ def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
 
 
 def describe(late: list[int], answers: list[dict[str, Any]], names: list[str]) -> str:
-    """Text about late ranks: phase, host and stack of the first few, then the phases of the other
-    ranks. If `late` is empty, the first few of all ranks are described. names: each rank's name,
-    with its host."""
+    """Text about late ranks: phase, host and stack of the first few, as far as they answered, then
+    the phases of the other ranks. If `late` is empty, the first few of all ranks are described,
+    then all phases. names: each rank's name, with its host."""
     lines = [f"{len(late)} of {len(names)} ranks behind:"]
     for rank in (late or range(len(names)))[:_SHOWN]:
         lines.append(f"{names[rank]}: {answers[rank]['text']}")

@@ -52,9 +52,9 @@ def fill(
     only: the (megatron name, layer) pairs to fill. None: all, after check_names().
 
     One replica reads each parameter's shard and broadcasts it, so host memory holds one shard.
-    Collective: these broadcasts, and one over all ranks at the end. ValueError, on every rank, if
-    the source belongs to another model, a tensor has another shape, or a rank cannot read a file.
-    """
+    Collective: these broadcasts, and a gather over all ranks at the end. ValueError, on every rank,
+    if the source belongs to another model, a tensor has another shape, or a rank cannot read a
+    file."""
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
     if config.tie_embeddings_and_output_weights:  # the last stage has a copy of the embedding
@@ -235,7 +235,8 @@ def vocabulary_names(config: Any) -> set[str]:
 
 def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> NamedTensors:
     """Split `full`, a whole megatron tensor, into its Hugging Face tensors and yield (HF name,
-    tensor). Rows that pad the vocabulary are left out."""
+    tensor). Rows that pad the vocabulary are left out. Embedding and output layer are also yielded
+    under the names of copies_of()."""
     names = [hf.format(layer) for hf in row.hf]
     groups = num_groups(row, config)
     of_tensors = row_parts(row, len(full), config)

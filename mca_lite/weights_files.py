@@ -75,9 +75,8 @@ def write_safetensors(
     process -> the file names.
 
     A file's tensors have at most max_shard_size, unless one is larger. It is written once the next
-    tensor would not fit, so host memory holds one file's tensors. On success the files of an
-    earlier export are removed; if a tensor cannot be written they remain.
-    """
+    tensor would not fit, so host memory holds one file's tensors and the next tensor. On success
+    the weight files of an earlier export are removed; if a tensor cannot be written they remain."""
     shards: list[list[str]] = []
     total_size = 0
     with replacing(folder) as beside:
@@ -131,10 +130,10 @@ def write_hf_config(
 ) -> list[str]:
     """Write config.json to `folder` -> [its name].
 
-    It is a copy of the source model's config.json, or of hf_config if there is none. Dtype,
-    vocabulary size, number of multi-token prediction layers, scaled rotary parameters and a value
-    head's keys come from `dtype` and hf_config.
-    """
+    It is a copy of the source model's config.json, or of hf_config if there is none. `dtype` and
+    hf_config decide dtype, vocabulary size, more multi-token prediction layers than the source
+    names, scaled rotary parameters and a value head's keys. quantization_config, torch_dtype and
+    _name_or_path are left out."""
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
         stored = read_json(Path(source) / HF_CONFIG_NAME)
@@ -189,7 +188,7 @@ _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 def _is_stacked(model_type: str | None) -> bool:
     """True for a model type whose files and transformers modules both have a layer's experts in one
-    tensor, with rows of gate and up alternating."""
+    tensor, with gate and up alternating."""
     return model_type in FAMILIES and FAMILIES[model_type].stacked_experts == "in_turns"
 
 
@@ -253,9 +252,8 @@ def file_tensors(
     """Yield (name in a file, the model's tensor, the part of it that files store under that name,
     as a view) for a transformers model.
 
-    LoRA adapters are left out. Stacked experts yield one part per expert and projection, under the
-    names of single experts. tied_twice: see named_tensors.
-    """
+    LoRA adapters are left out. Stacked experts of a family in FAMILIES yield one part per expert
+    and projection, under the names of single experts. tied_twice: see named_tensors."""
     model_type = model.config.model_type
     is_stacked = _is_stacked(model_type)
     for name, tensor in named_tensors(model, tied_twice):
@@ -270,8 +268,8 @@ def file_tensors(
 
 def prefixes_of(names: Iterable[str]) -> dict[str, str]:
     """{prefix in transformers' module names: prefix in a checkpoint's tensor names}, for a
-    checkpoint whose prefixes differ from transformers'; otherwise {}. names: the checkpoint's
-    tensor names."""
+    checkpoint whose prefixes differ from transformers', as its vision tower's names show; otherwise
+    {}. names: the checkpoint's tensor names."""
     names = tuple(names)
     for prefixes in (OLDER_PREFIXES, THINKER_PREFIXES):
         if any(name.startswith(prefixes["model.visual."]) for name in names):
@@ -298,9 +296,9 @@ class SafetensorsSource:
     transformers' modules, and single experts the names used by most files.
 
     prefixes: {prefix in transformers' module names: prefix in the files}, where they differ.
-    stored: the tensor names in the files, before stacked experts are split and prefixes replaced.
-    format: how the files stack experts (part_stacked.format_of), "" if they do not.
-    """
+    stored: the tensor names in the files, before stacked experts are split and prefixes replaced;
+    the tensors of an NF4 weight count as one. format: how the files stack experts
+    (part_stacked.format_of), "" if they do not."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
@@ -333,7 +331,7 @@ class SafetensorsSource:
 
 def slices_of(path: Path) -> dict[str, Any]:
     """Open a safetensors file -> {name: slice object, from which parts can be read}, sorted by
-    name. ValueError, naming the file, if it is damaged or truncated."""
+    name. ValueError, naming the file, if it is damaged, truncated or cannot be read."""
     try:
         file = safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
@@ -347,9 +345,8 @@ def _open_files(folder: Path) -> dict[str, Any]:
     """Open a model folder's safetensors, found by their index -> {name: slice object, from which
     parts can be read}, file by file. A single model.safetensors is used instead if there is one.
 
-    ValueError, naming the file, if there are no safetensors, or the index or one of them is damaged
-    or incomplete.
-    """
+    ValueError, naming the folder or file, if there are no safetensors, or the index or one of them
+    is damaged or incomplete."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     whole = folder / SAFE_WEIGHTS_NAME
     if whole.is_file():  # wins over an index, as in transformers
@@ -421,8 +418,7 @@ def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
     determines them.
 
     version: transformers' version. None, for no caching, if the model's class is not part of a
-    transformers release, or there is no cache folder.
-    """
+    transformers release, this package's source files are missing, or there is no home folder."""
     if ".dev" in version or not type(hf).__module__.startswith("transformers.models."):
         return None
     try:
@@ -438,7 +434,8 @@ def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
 
 def _cached_shapes(hf: Any, file: Path | None) -> dict[str, Shape]:
     """{name in files: shape of the tensor}. Read from the cache file, or else computed from the
-    model on the meta device, which takes seconds; local rank 0 then writes the cache file."""
+    model on the meta device, which takes seconds; local rank 0 then writes the cache file. file:
+    None: no cache."""
     if file is not None:
         with contextlib.suppress(OSError, KeyError, ValueError):  # a damaged file is no cache
             kept = read_json(file) if is_there(file) else {}
@@ -463,8 +460,7 @@ def _crc32(record: Any) -> int:
 
 def check_shapes(source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
     """Raise ValueError if a tensor's shape in the source differs from the model that config.json
-    describes. Reads only the files' headers.
-    """
+    describes. A name that only one of them has is not checked. Reads only the files' headers."""
     shapes = shapes_of(json.dumps(hf_config))[1]
     for name in sorted(source.names() & shapes.keys()):
         check_shape(source, name, shapes[name])
@@ -632,9 +628,9 @@ class GrownSource:
 
 
 def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
-    """Grow the embedding, the output layer and the config of a transformers model to vocab_size, in
-    place. New rows are the mean of the old rows, rounded to `dtype`, in which the files have the
-    weights."""
+    """Grow the embedding, the output layer (unless a value head replaces it) and the config of a
+    transformers model to vocab_size, in place. New rows are the mean of the old rows, rounded to
+    `dtype`, in which the files have the weights."""
     modules = [model.get_input_embeddings, model.get_output_embeddings]
     if has_value_head(model.config.architectures):
         modules.pop()
@@ -689,8 +685,8 @@ def in_words_of(
     source is gone, to the names that transformers saves. source: folder or hub name that the model
     came from.
 
-    Experts are stacked if the source or family stacks them, but never quantised to MXFP4.
-    """
+    Experts are stacked as in the source's files; as in the family's, if the source is gone or the
+    family's gate and up alternate. They are never quantised to MXFP4."""
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
     form, names = "" if family is None else family.stacked_experts, None
@@ -708,9 +704,9 @@ def carried_tensors(
     source: str | None, hf_config: dict[str, Any], num_trained: int | None = 0
 ) -> NamedTensors:
     """Yield (name, tensor) for the tensors in the model's source that this package does not read
-    (is_unused), for an export to keep. If the source is gone: nothing, and a warning if config.json
-    mentions such layers. source: folder or hub name. num_trained: how many multi-token prediction
-    layers are trained."""
+    (is_unused), for an export to keep; copies of embedding and head get rows for new tokens. If the
+    source is gone: nothing, and a warning if config.json mentions such layers. source: folder or
+    hub name. num_trained: how many multi-token prediction layers are trained."""
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)

@@ -44,7 +44,7 @@ class World(NamedTuple):
 
     @property
     def is_one_machine(self) -> bool:
-        """True if all ranks run on this machine."""
+        """True if all ranks are known to run on this machine."""
         return self.size == self.local_size
 
 
@@ -184,8 +184,8 @@ def watch_meeting() -> None:
     are connected. Without it the other ranks would wait, because only torchrun would end them.
 
     Each rank binds a named socket, which the kernel removes when the process ends. Works on Linux
-    with several ranks; does nothing under torchrun.
-    """
+    with several ranks; does nothing under torchrun, without MASTER_ADDR and MASTER_PORT, or when
+    called again."""
     here = current()
     # a script that makes its process group may set no address
     has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
