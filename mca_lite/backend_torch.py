@@ -109,14 +109,15 @@ class TorchRouters:
             self._outputs.append((layer, logits, experts))
 
     def expect(self, padding_mask: torch.Tensor) -> None:
-        """Set the padding mask of the next forward pass: bool [b, s], True for padding."""
+        """Set the padding mask of the next forward pass: bool [b, s], True for padding. Forgets
+        what earlier passes collected."""
         self.padding_mask = padding_mask
         self._outputs = []
 
     def losses_of_pass(self) -> torch.Tensor | float:
         """The sum of the balancing losses in the last training forward pass, which is one
-        micro-batch; 0.0 if there are none. Also counts the chosen experts for the log and for bias
-        updates."""
+        micro-batch, times statistics.loss_weight; 0.0 if there are none. Also counts the chosen
+        experts for the log and for bias updates."""
         total = 0.0
         for layer, logits, experts in self._outputs:
             real = ~self.padding_mask
@@ -132,8 +133,8 @@ class TorchRouters:
     @torch.no_grad()
     def update_biases(self) -> None:
         """After the micro-batches of a step, change the routers' biases by
-        moe_router_bias_update_rate towards equal expert loads. Collective if that rate is set and
-        the model has experts."""
+        moe_router_bias_update_rate towards equal expert loads, and reset the counts. Collective if
+        that rate is set and the model has experts."""
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)
@@ -175,7 +176,7 @@ class TokenLossModel(torch.nn.Module):
     def _head_is_plain(self) -> bool:
         """True if the model's logits are the last hidden states times the head's weight. Tested by
         a forward pass in which large numbers replace the head's output, because a cap would not
-        change small ones. ValueError if the model does not run."""
+        change small ones. ValueError if the model does not run, unless memory runs out."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()
@@ -210,8 +211,8 @@ class TokenLossModel(torch.nn.Module):
         **more: Any,
     ) -> torch.Tensor:
         """Token losses, float32 [b, s] ([b, s, k] if loss_of_logits gives k per token), for
-        input_ids and labels [b, s]; without labels logits [b, s, V]; with a value head scores,
-        float32 [b, s].
+        input_ids and labels [b, s]; without labels logits [b, s, V], s of them in `places`; with a
+        value head scores, float32 [b, s].
 
         attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions whose logits
         are wanted (None: all). more: further columns for the model."""
@@ -497,7 +498,7 @@ class TorchBackend(Backend):
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
         """Turn gradients that DDP averaged over ranks into their sum over ranks, divided by the
-        token count of all ranks. tokens: this rank's count. Collective."""
+        token count of all ranks. tokens: this rank's count, summed in place. Collective."""
         tokens = parallel.sum_over_all(tokens)
         if grads := self._gradients():
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))

@@ -249,7 +249,8 @@ _PAGED_STASH = "megatron.core.transformer.moe.paged_stash"
 
 
 class _WithoutTriton(types.ModuleType):
-    """Stands for a megatron-core module: each name is a function that raises ImportError."""
+    """Stands for a megatron-core module: each name without leading underscores is a function that
+    raises ImportError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -307,8 +308,9 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 class _Later(types.ModuleType):
     """Placeholder for a module that takes seconds to import. torch's distributed tensor modules get
-    stub functions from it; a stub imports the real module when it is called. For any other importer
-    it loads the real module at once, whose functions then replace the stubs."""
+    stub functions and one stub error type from it; a stub function imports the real module when it
+    is called. For classes, and for any other importer, it loads the real module at once, whose
+    contents then replace the stubs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -366,8 +368,9 @@ def compiling_later() -> Iterator[None]:
 
 
 def apply() -> list[PatchRow]:
-    """Apply the patches for a CPU -> the patches in force in this process; [] with CUDA. A second
-    call changes nothing, even from another copy of the package."""
+    """Apply the patches for a CPU -> the patches in force in this process; [] with CUDA. Without
+    triton, both get the stand-in for the module that needs it. A second call changes nothing, even
+    from another copy of the package."""
     _replace_what_needs_triton()
     if torch.cuda.is_available():
         return []

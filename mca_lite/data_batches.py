@@ -39,9 +39,9 @@ _DRAWS = 1000  # drawn at once, as Hugging Face's datasets does
 
 
 def documents_of(sample: Any) -> list[Mapping[str, Any]]:
-    """A sample as a list of documents. Accepted are a list of documents, one document {"input_ids",
-    "labels"}, a pair {"chosen", "rejected"}, or a list of pairs; a pair's other columns are copied
-    to both of its documents. Raises ValueError for anything else."""
+    """A sample as a list of documents. Accepted are one document {"input_ids", "labels"}, a pair
+    {"chosen", "rejected"} of them, or a list of either. A pair's other columns are given to its
+    documents that lack them. Raises ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
     columns = sample.keys() if isinstance(sample, Mapping) else set()
@@ -78,10 +78,11 @@ def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[st
 
 
 def _row(sample: Any) -> dict[str, torch.Tensor]:
-    """The documents of a sample joined into one row: columns per token [n], columns per document
-    [documents], columns of images and other inputs concatenated. attention_mask numbers each
-    token's document from 1, unless a single document brings its own mask. Raises ValueError for
-    unknown columns, wrong values, or an empty document."""
+    """The documents of a sample joined into one row: columns per token [n, ...], columns per
+    document [documents], columns of images and other inputs concatenated. attention_mask numbers
+    each token's document from 1, unless a single document brings its own mask. Raises ValueError
+    for unknown columns, wrong values, a column that only some documents have, no document, or an
+    empty one."""
     documents = documents_of(sample)
     given = _given_by("sample")
     for document in documents:
@@ -123,8 +124,8 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
-    """A document's column as a tensor: [length] if it is per token, with further dimensions if the
-    column has them; otherwise [1]. None becomes the column's default, and a single number is
+    """A document's column as a tensor: [length] if it is per token, otherwise [1], with further
+    dimensions if the column has them. None becomes the column's default, and a single number is
     repeated. Raises ValueError for another shape, or for values that the dtype cannot hold, such as
     a fraction in an integer column."""
     if value is None:
@@ -167,7 +168,8 @@ class Collator:
     [b, s, ...] if it is per token, [b, most documents per row] if it is per document, and
     concatenated over rows if it is for inputs other than text.
 
-    Raises ValueError for anything but samples, and for a loss column that only some documents have.
+    Raises ValueError for anything but samples, for wrong values, and for a column that only some
+    documents have, unless it is registered or of images and other inputs.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -241,8 +243,9 @@ def check_batch(
     batch: Mapping[str, Any], packs: bool, limits: Limits, unread: Collection[str] = ()
 ) -> dict[str, Any]:
     """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
-    if they are absent. Raises ValueError for unknown columns, wrong shapes, padding on the left,
-    labels of padding, labels that look unshifted, and for a batch outside `limits`.
+    if they are absent, and without position_ids. Raises ValueError for unknown, unread or missing
+    columns, wrong shapes, padding on the left, labels of padding, labels that look unshifted, and
+    for a batch outside `limits` or with several documents in a row unless `packs`.
 
     packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
     this package that the stage's loss does not read.
@@ -339,7 +342,8 @@ def _check_shift(batch: Batch) -> None:
 
 def _check_limits(batch: Batch, limits: Limits) -> None:
     """Raise ValueError for a batch outside the model's limits: documents too long, image columns
-    for a text model, and, checked on the CPU only, ids or labels outside the vocabulary."""
+    for a text model, ids or labels of a floating-point dtype, and, checked on the CPU only, outside
+    the vocabulary."""
     expect(
         limits.has_inputs or not any(map(is_of_inputs, batch)),
         "a batch has pixel_values or image_grid_thw, and the model reads text: its config.json has "
@@ -436,9 +440,9 @@ class BatchPlan:
 
     Step i of an epoch takes samples order[i * G] to order[(i + 1) * G - 1], with G =
     micro_batch_size * accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size
-    + r) * micro_batch_size on. So layouts with the same G have the same samples in a step. The last
-    step of an epoch has only as many micro-batches as it needs, equally many per rank; FILLER
-    stands for missing samples.
+    + r) * micro_batch_size on (without `costs`). So layouts with the same G have the same samples
+    in a step. The last step of an epoch has only as many micro-batches as it needs, equally many
+    per rank; FILLER stands for missing samples.
 
     costs: one value per sample. If given, a step's samples are sorted by falling cost, and in each
     micro-batch the costliest go to the rank with the least cost so far: the step has the same
@@ -588,8 +592,8 @@ def make_loader(
     It ends with epoch num_epochs - 1 (counted from the run's start); None: never.
     plan.num_micro_batches(i) tells how many belong to step i. dataset: any map-style dataset.
     collate: list of its samples -> mapping. A FILLER is collated as sample 0, with its row's labels
-    set to IGNORE_INDEX and its attention_mask to 0. Raises ValueError for a dataset without a
-    length.
+    set to IGNORE_INDEX and its attention_mask to 0. Raises ValueError for a dataset that is not
+    map-style.
     """
     expect(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),

@@ -48,7 +48,7 @@ _MOST_CHARACTERS = (
 CHUNK_RECORDS = 500  # records tokenised at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 _MOST_WORKERS = 8
-_UNREAD = "not read"  # the format of a file before its first usable record
+_UNREAD = "not read"  # the format of a file before a record shows it
 
 # A record: (place, content, registered columns). The content is a text, list[Conversation], the
 # record itself for a stage's encoder, or the ValueError of an unusable record.
@@ -117,8 +117,7 @@ class Tally:
         self.places = later.places | self.places
 
     def lines(self) -> list[str]:
-        """Report lines, one per kind of event: how many records it concerns, and where the first
-        is."""
+        """Report lines, one per text in `counts`: its count, and where it was counted first."""
         places = self.places.items()
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
@@ -138,7 +137,7 @@ class Tally:
 
 class Reader:
     """Reads the records of one dataset's files. formats: file -> its record format, such as
-    "alpaca"; "not read" before its first usable record. media: reads the model's images."""
+    "alpaca"; "not read" before a record shows it. media: reads the model's images."""
 
     def __init__(
         self, spec: DatasetSpec, objective: Objective, data_args: Keys, media: Media = TEXT
@@ -156,7 +155,8 @@ class Reader:
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """Yield (record, position after it), from position `start` on. Raises ValueError if there
-        is no record."""
+        is no record, or, unless bad ones are skipped, if a record cannot be read or does not show
+        its file's format."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
@@ -217,7 +217,7 @@ class Reader:
 
 def joins_texts(data_args: Keys) -> bool:
     """True if the keys say to join texts and cut them into full rows, with attention across the
-    borders of texts: packing without neat_packing."""
+    borders of texts: packing (true, or None) without neat_packing."""
     return data_args.packing is not False and not data_args.neat_packing
 
 
@@ -229,8 +229,8 @@ class Encoder:
     of its prompt, by the same tokens on both sides. cutoff_rule: proportion cuts by kept_of_turn
     instead. Texts to be joined (joins) are not cut; no image is cut in two. renderer: for
     conversations; None for texts. data_args: DataArguments. media: the model's Media. options: all
-    that determines the result except records and tokenizer. Raises ValueError if the tokenizer
-    cannot end a text.
+    that determines the result except records and tokenizer. Raises ValueError if a stage of texts
+    has a tokenizer that cannot end them, or proportion would cut images.
     """
 
     def __init__(
@@ -285,8 +285,8 @@ class Encoder:
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """Tokenise a list of records -> (samples kept, in order; Tally of the records). Raises
-        ValueError, naming its "file:line", for an unusable record, unless bad records are
-        skipped."""
+        ValueError, naming its "file:line", for an unusable record, unless bad records are skipped.
+        Also if the chat template or the tokenizer takes too long."""
         tally = Tally(records=len(chunk))
         rendered: list[tuple[str, dict[str, Any], Rendered]] = []  # (place, columns, text)
         current = ""
@@ -466,8 +466,8 @@ class Encoder:
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
-        """True if a sample is left out: a document has no trained token, or chosen and rejected
-        have the same tokens. `tally` counts it."""
+        """True if a sample is left out: a document has no trained token after its first, or chosen
+        and rejected have the same tokens. `tally` counts it."""
         first, *others = documents
         if not all(map(num_learned, documents)):
             what = f"{self.units} have no token to train on and were left out"
@@ -497,8 +497,8 @@ def _is_empty(answer: dict[str, Any]) -> bool:
 
 def _in_proportion(document: Document, limit: int) -> Document:
     """A document cut to at most `limit` tokens, turn by turn with kept_of_turn: each turn's prompt
-    and answer keep their beginnings, and a later turn gets what earlier ones leave. A turn ends
-    with a run of trained tokens."""
+    and answer keep their beginnings, and a later turn gets what earlier ones leave. Each turn but
+    the last ends with a run of trained tokens."""
     trained = document >= 0
     kept = []
     for turn in np.split(document, np.flatnonzero(trained[:-1] & ~trained[1:]) + 1):
@@ -520,8 +520,8 @@ def _shared_prompt(chosen: Document, rejected: Document) -> int:
 
 
 def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
-    """uint8 [n]: 1 for each token that overlaps one of the spans, or is empty and lies inside one.
-    offsets: [start, end) per token."""
+    """uint8 [n]: 1 for each token that starts before the end of one of the spans, and ends after
+    its start. offsets: [start, end) per token."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:
@@ -551,8 +551,8 @@ def encode_all(
     ValueError if a tokenising process dies.
 
     workers: number of tokenising processes, without effect on the result; None: one for few
-    records, otherwise up to 8. A dataset of one chunk is tokenised in this process, because
-    starting another one takes seconds.
+    records, otherwise up to 8. One is this process, and so is it for a dataset of one chunk,
+    because starting another one takes seconds.
     """
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
@@ -592,8 +592,9 @@ checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked 
 
 def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
     """A dataset's token-cache shard: from the cache, or tokenised now by one of the processes that
-    share cache_dir, while the others wait. Raises ValueError in every calling process for unusable
-    input, or if cache_dir cannot be written.
+    share cache_dir (one per machine if their file system has no common locks), while the others
+    wait. Raises ValueError in every calling process for unusable input, or if cache_dir cannot be
+    written.
 
     A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
     shard of an earlier run.
@@ -621,7 +622,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
 
 
 def tokenizer_identity(tokenizer: Any) -> list[Any]:
-    """Facts about a tokenizer, for hashes: tokenizers with the same facts give the same tokens."""
+    """Facts about a fast tokenizer, for hashes: the same facts mean the same tokens."""
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
     return [
         type(tokenizer).__name__,
@@ -634,9 +635,9 @@ def tokenizer_identity(tokenizer: Any) -> list[Any]:
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
     """(name of a shard's folder in the token cache, name of the data for checkpoints), both hashes
-    of the files' contents, the tokenizer and the options. The folder's name also depends on this
-    package's tokenising code and on the folders of image files, so that no shard is older than the
-    code. The data's name does not, so that a newer version can resume."""
+    of the files' contents, the tokenizer, the dataset's declaration and the options. The folder's
+    name also depends on this package's tokenising code and on the folders of image files: no shard
+    is older than the code. The data's name does not, so a newer version can resume."""
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")
     identity = {
@@ -663,7 +664,7 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
 
 
 def hash_of(facts: object) -> str:
-    """The sha256, in hexadecimal, of facts that JSON can hold."""
+    """The sha256, in hexadecimal, of facts as JSON; what JSON cannot hold counts as its str()."""
     return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
@@ -707,8 +708,8 @@ def write_shard(
     files of Media.store.
 
     parts: from encode_all. row_length: join the documents and cut them into rows of this many
-    tokens (row_spans); None: keep documents. Raises ValueError if too many records are bad.
-    """
+    tokens (row_spans); None: keep documents. Raises ValueError if too many records are bad, or as
+    Arrays.add."""
     folder.mkdir()
     rows = []
     media_end: list[int] = []
@@ -793,7 +794,7 @@ def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
 
 def damage(folder: Path) -> str | None:
     """A description of the damage in a token-cache shard, found by checksums; None if it is intact.
-    A process reads an intact file once, and again only if its size or time has changed."""
+    A process checks an intact file once, and again only if its size or time has changed."""
     try:
         meta = json.loads((folder / META_NAME).read_text())
         for name, written in meta["checksums"].items():
@@ -888,8 +889,8 @@ class Shard:
 
 def shifted(document: Document, columns: Any = ()) -> dict[str, Any]:
     """A document as {"input_ids", "labels"}, int64 [n - 1] from n tokens: labels[t] is token t + 1,
-    or IGNORE_INDEX if it has no loss. columns: copied; an array [n, ...] loses its first value, so
-    that it fits the labels."""
+    or IGNORE_INDEX if it has no loss. columns: added; of an array [n, ...] a copy without its first
+    value, so that it fits the labels."""
     tokens = np.maximum(document, ~document).astype(np.int64)
     labels = np.where(document[1:] >= 0, tokens[1:], IGNORE_INDEX)
     beside = {

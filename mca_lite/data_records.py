@@ -55,7 +55,8 @@ def column_values(
 ) -> dict[str, float]:
     """{column: value} for a record: from the record's field, otherwise from its dataset. Columns
     left to their default are absent. of_dataset: from dataset_columns. Raises ValueError for a
-    value that is not a finite number, and for a negative pair weight."""
+    value that is not a finite number, for a missing field that the dataset names, and for a
+    negative or boolean pair weight."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -123,7 +124,8 @@ def _without(ignored: Collection[str], message: Message) -> dict[str, Any]:
 
 
 def _first_turn(turns: Any) -> dict[str, Any]:
-    """The first turn of a list of turns; {} if there is none or `turns` is no list."""
+    """The first turn of a list of turns; {} if there is none, it is no object, or `turns` is no
+    list."""
     match turns:
         case [dict() as first, *_]:
             return first
@@ -315,7 +317,7 @@ def is_plain(record: Any, form: str) -> bool:
 
 def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     """True if a pair's answers are whole conversations that contain the prompt: the first turn of
-    "chosen" is not the assistant's. pairs has no effect."""
+    "chosen" is the user's or a system message. pairs has no effect."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
@@ -438,8 +440,8 @@ def _text_column(spec: DatasetSpec) -> str:
 
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
     """A record's text: the declared text or prompt column, else "text", with the query column on a
-    line below if dataset_info.json declares one. Raises ValueError for a record with images, videos
-    or audio."""
+    line below if dataset_info.json declares one. A record that is a text is returned as it is.
+    Raises ValueError if the column is missing, and for a record with images, videos or audio."""
     if isinstance(record, str):
         return record
     expect(
@@ -458,9 +460,9 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in OpenAI's form: an optional system message, then user and assistant in turn,
-    ending with the assistant (a prompt for generation: with the user or a tool). Tool messages
-    follow the assistant's.
+    """A conversation in OpenAI's form: an optional system or developer message, then user and
+    assistant in turn, ending with the assistant (a prompt for generation may end and alternate
+    otherwise). Tool messages follow an assistant's.
 
     weights: message index -> True if it is trained, False if not, where the record says so.
     options: variables of the chat template. is_plain: True for a prompt and completion without a
@@ -670,7 +672,7 @@ def _check_prompts(
     where: str,
 ) -> None:
     """Raise ValueError if the answers of a pair have different prompts, or a prompt that lacks the
-    messages of the prompt column (`prompt`, [] for none)."""
+    text of a message of the prompt column (`prompt`, [] for none)."""
     if chosen[:-1] != rejected[:-1]:
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         raise ValueError(

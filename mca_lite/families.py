@@ -121,7 +121,7 @@ def _grouped_experts(
     hf: Any, grouped: bool, routed: str = "n_routed_experts", shared: str = "n_shared_experts"
 ) -> dict[str, Any]:
     """Config fields for the experts of DeepSeek's and similar models: dense layers first, then
-    layers with routed and shared experts.
+    layers with routed and shared experts, or as mlp_layer_types says.
 
     grouped: True if the router chooses groups of experts first. routed, shared: the config.json
     keys with the counts of routed and of shared experts.
@@ -583,7 +583,8 @@ def needs_file(values: dict[str, Any]) -> bool:
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
     """Add a Problem to `judge` if the backend cannot train the model_type in a config.json. With
     use_mca: false, causal language models of transformers pass too. A model whose layers or inputs
-    need an optional part of this package is refused if that part's files are missing."""
+    need an optional part of this package is refused if that part's files are missing. Without a
+    model_type nothing is added."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return

@@ -200,7 +200,7 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
     these are all modules.
 
     model: anything that hosts.host_of takes. Layers and modules that the model lacks become
-    Problems in `judge`, and so does freezing everything. No collectives.
+    Problems in `judge`, and, if there is none yet, so does freezing everything. No collectives.
     """
     host = host_of(model)
     weights = list(host.weights())

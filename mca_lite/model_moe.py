@@ -98,8 +98,8 @@ def choose_experts(
 
 
 class BalancingLosses(NamedTuple):
-    """Coefficients of the routers' losses. kind: moe_router_load_balancing_type. balance:
-    coefficient of the load-balancing loss. z: of the z loss."""
+    """Coefficients of the routers' losses. kind: moe_router_load_balancing_type; "none" without a
+    balancing loss. balance: coefficient of the load-balancing loss. z: of the z loss."""
 
     kind: str = "none"
     balance: float = 0.0
@@ -130,7 +130,8 @@ def balancing_parts(
     group: dist.ProcessGroup | None = None,
     experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(balancing loss, z loss, number of real tokens in the micro-batch), float32.
+    """(balancing loss, z loss, number of real tokens in the micro-batch), float32, or float64 for
+    logits in float64.
 
     The losses are this rank's shares: they sum to the total over `group`. The token count is the
     total.
@@ -178,9 +179,10 @@ def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch
 
 
 class RouterStatistics:
-    """Router counts of this rank since the last log line. Counting never waits for the device.
+    """Router counts of this rank since the last take(). Counting never waits for the device.
 
-    Each layer has one row: choices per expert, balancing loss, z loss, number of micro-batches.
+    Each layer has one row: choices per expert, balancing loss, z loss, number of micro-batches. The
+    last three are this rank's shares, and stay 0 if no router loss is on.
     """
 
     def __init__(self, num_layers: int, num_experts: int):
@@ -207,10 +209,10 @@ class RouterStatistics:
         group: dist.ProcessGroup | None = None,
         experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss that the router of layer `layer` adds for a micro-batch, times loss_weight. The
-        balancing loss and z loss, without coefficients, are also added to the layer's row. losses:
-        the coefficients. Other arguments: see balancing_parts(), whose all-reduce over `group` this
-        makes."""
+        """This rank's share of the loss that the router of layer `layer` adds for a micro-batch,
+        times loss_weight. The shares of the balancing loss and z loss, without coefficients, and of
+        the micro-batch are also added to the layer's row. losses: the coefficients. Other
+        arguments: see balancing_parts(), whose all-reduce over `group` this makes."""
         balance, z, tokens = balancing_parts(
             logits, real, losses.kind, topk, score_function, group, experts
         )
@@ -282,8 +284,8 @@ class Router(TopKRouter):
 
     @property
     def takes_best_scores(self) -> bool:
-        """True if a token's experts are simply those with the k highest scores: there is neither an
-        expert bias nor a limit to the best groups of experts."""
+        """True if the router itself chooses the experts with the k highest scores: there is neither
+        an expert bias nor a limit to the best groups of experts. A replay may choose others."""
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
@@ -293,8 +295,8 @@ class Router(TopKRouter):
         return self
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Router logits [s, b, E] in moe_router_dtype, from [s, b, h]; a LoRA adapter is added.
-        Used instead of megatron's method, which needs Transformer Engine on a GPU."""
+        """Router logits [s, b, E] in moe_router_dtype (None: the input's dtype), from [s, b, h]. A
+        LoRA adapter's part is added."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
@@ -412,7 +414,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy tokens to rows sorted by expert: hidden_states [s, b, h], expert indices and weights
-        [T, k] -> (rows [T k, h], their weights [T k])."""
+        [T, k] -> (rows [T k, h], their weights [T k]). Collective like count()."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
         self.order = experts.flatten().argsort(stable=True)
@@ -424,8 +426,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return ToExperts.apply(flat, weights, self.order, self.places)
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens per expert of this rank, from chosen bool [T, E], True where a token chose an
-        expert. Collective over the ranks that share the experts, which exchange their counts."""
+        """The number of tokens, from all ranks that share the experts, for each of this rank's
+        experts. chosen: bool [T, E], True where a token of this rank chose an expert. Collective
+        over those ranks."""
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
@@ -494,8 +497,8 @@ def _add_gradient(
 
 class ExpertsProduct(torch.autograd.Function):
     """Each expert's rows of x [T, in] times its transposed matrix in weight [n, ..., out, in] ->
-    [T, out]. Backward adds the weight's gradient to its main_grad, and gives megatron's DDP hook an
-    empty tensor instead."""
+    [T, out]. Backward adds a trained weight's gradient to its main_grad, and gives megatron's DDP
+    hook an uninitialised tensor instead."""
 
     @staticmethod
     def forward(
@@ -558,11 +561,11 @@ class Experts(MegatronModule):
     """SwiGLU experts with stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f], for
     the n experts on this rank. See forward() for its inputs.
 
-    add_moe_bias: experts have biases too, [n, 2, f] and [n, h], and gpt-oss's activation: gate and
-    up are clamped to activation_func_clamp_value, then 1 is added to up. Expert tensor parallelism
-    does not split the [n, h] biases.
-    moe_grouped_gemm: one grouped GEMM for all experts; otherwise, or if rows are no multiple of 16
-    bytes, a loop over experts.
+    add_moe_bias: experts have biases too, [n, 2, f] and [n, h], and gpt-oss's activation,
+    kernels.weighted_clamped_swiglu, with the limit activation_func_clamp_value. Expert tensor
+    parallelism does not split the [n, h] biases.
+    moe_grouped_gemm: one grouped GEMM for all experts; otherwise, or if a row or column of the
+    matrices is no multiple of 16 bytes, a loop over experts.
     """
 
     accumulates = False  # backward adds the gradients of weights to their main_grad
@@ -683,8 +686,8 @@ class Experts(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor}: experts are sharded along the first axis, their columns
-        f along the third."""
+        """{name: megatron's ShardedTensor}: experts are sharded along the first axis, and their
+        columns f, if a tensor has them, along the third."""
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
         etp = self.etp_group.rank()

@@ -68,8 +68,8 @@ class RMSNormOverHeads(Sharded):
     """RMS norm of queries or keys, over all heads of a token together.
 
     x [s, b, heads on this rank, d], weight [heads on this rank * d]. Tensor parallelism shards the
-    weight like the heads; the mean square is taken over all ranks. Collective: one all-reduce in
-    each pass.
+    weight like the heads; the mean square is taken over all these ranks. Collective over them: one
+    all-reduce in each pass.
     """
 
     heads = "num_attention_heads"  # config field: how many heads share the norm

@@ -25,8 +25,8 @@ def of_keys(args: Keys) -> list[TrainerCallback]:
 
 
 class EarlyStopping(TrainerCallback):
-    """Stops training after early_stopping_patience evaluations in a row that improve the best value
-    of metric_for_best_model by no more than early_stopping_threshold.
+    """Stops training after early_stopping_patience evaluations in a row without an improvement: a
+    metric_for_best_model better than at the last improvement by more than early_stopping_threshold.
 
     A resumed run continues the count, which is rebuilt from the checkpoint's state.log_history. If
     the patience is used up already, no step is made.

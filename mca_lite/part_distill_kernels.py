@@ -245,9 +245,8 @@ class _Chunk(NamedTuple):
     def values_at(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [n, k] of global token ids [n, k], 0 for ids on other ranks; the ids' columns on
-        this rank, -1 for ids on other ranks).
-        """
+        """(float32 logits [n, k], after the soft cap, of global token ids [n, k], 0 for ids on
+        other ranks; the ids' columns on this rank, -1 for ids on other ranks)."""
         column, here = self.head.place(tokens)
         values = logits.gather(1, column).float()
         if self.softcap is not None:
@@ -262,8 +261,7 @@ class _Chunk(NamedTuple):
 
 class _Beside(torch.autograd.Function):
     """Student logits [n, V / tp] and teacher logits [n, common] -> (divergence [n] at the
-    temperature, cross entropy [n]). Gradients for the student only.
-    """
+    temperature, cross entropy [n]). Gradients for the student only. Forward is collective."""
 
     @staticmethod
     def forward(
@@ -318,7 +316,8 @@ class _Beside(torch.autograd.Function):
 
 class _Events(torch.autograd.Function):
     """Student logits [n, V / tp] and a teacher's tokens [n, k] -> (log-probabilities [n, k + 1] at
-    the temperature, of these tokens and of all other tokens together; cross entropy [n])."""
+    the temperature, of these tokens and of all other tokens together; cross entropy [n]). Forward
+    is collective."""
 
     @staticmethod
     def forward(

@@ -193,7 +193,8 @@ def _check_pairs(a: Any, judge: Judge) -> None:
 
 
 def _describe_preferences(keys: Any) -> str:
-    """Text about the preference losses, beta and label smoothing for the start summary."""
+    """Text about the preference losses, beta, SFT term and label smoothing for the start
+    summary."""
     losses = ", ".join(keys.pref_loss)
     if keys.pref_loss_weights:
         losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"

@@ -1,4 +1,4 @@
-"""Losses on preference pairs: pure functions, each a row in part_dpo_keys.LOSSES.
+"""Losses on preference pairs: pure functions, the formulas of part_dpo_keys.LOSSES.
 
     c, r   log-ratios of the chosen and the rejected answer: policy minus reference
            log-probability, [P]
@@ -22,7 +22,7 @@ _LARGEST_EXPONENT = 80.0  # exp(80) is finite in float32
 
 
 class Responses(NamedTuple):
-    """Inputs of a preference loss for P pairs of answers, each [P].
+    """Inputs of a preference loss for P pairs of answers, each [P] except of_batch.
 
     chosen, rejected: the policy's log-probabilities of the answers. chosen_lens, rejected_lens: the
     answers' numbers of tokens.
@@ -45,7 +45,7 @@ class Responses(NamedTuple):
 
     def with_numbers(self, of_batch: Any) -> "Responses":
         """A copy with `of_batch` set: the numbers that a loss takes from the whole global batch,
-        such as a mean of rewards, as PreferenceLoss.of_batch returned them."""
+        such as a mean of rewards, from PreferenceLoss.of_batch; [P, 2], or None."""
         return self._replace(of_batch=of_batch)
 
     @property
@@ -58,16 +58,14 @@ class Responses(NamedTuple):
     @property
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The policy's log-probabilities of (chosen, rejected) answers, as weighted by ld_alpha,
-        each divided by the answer's number of tokens, [P] each.
-        """
+        each divided by the answer's number of tokens (at least 1), [P] each."""
         return self.over_lengths(self.chosen, self.rejected)
 
     def over_lengths(
         self, of_chosen: torch.Tensor, of_rejected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Divide one value per answer, [P] for chosen and for rejected, by the answer's number of
-        tokens.
-        """
+        tokens (at least 1)."""
         lengths = (self.chosen_lens.clamp(min=1), self.rejected_lens.clamp(min=1))
         return of_chosen / lengths[0], of_rejected / lengths[1]
 
@@ -96,7 +94,8 @@ def scores(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
-    """f'(u), the slope of the configured f-divergence, at u = exp(log_ratio)."""
+    """f'(u), the slope of the configured f-divergence, at u = exp(log_ratio). Powers of u above
+    exp(80) count as exp(80)."""
     kind = config.f_divergence_type
     if kind == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
@@ -336,8 +335,9 @@ def sft(r: Responses, config: Any) -> torch.Tensor:
 
 
 def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(N / number of tokens in the chosen answers, 0), for the N pairs of the global batch in
-    `every`: the factor that turns a mean per pair into a mean per token. memory is not used."""
+    """(N / number of tokens (at least 1) in the chosen answers, 0), for the N pairs of the global
+    batch in `every`: the factor that turns a mean per pair into a mean per token. memory is not
+    used."""
     return len(every.chosen_lens) / every.chosen_lens.sum().clamp(min=1), 0.0
 
 

@@ -230,8 +230,9 @@ class Unit:
         Unit.last = weakref.ref(self)
 
     def run(self, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Call function(*tensors), a pass through the unit's layers: the first call keeps the
-        outputs of attention kernels, the second, a recomputation, reuses them."""
+        """Call function(*tensors), a pass through the unit's layers: with recompute_keep the first
+        call keeps the outputs of attention kernels, and the second, a recomputation, reuses
+        them."""
         outer, Unit.running = Unit.running, self
         try:
             return function(*tensors)
@@ -365,8 +366,8 @@ class Tiles(torch.autograd.Function):
     `start` on of tensors [t, ...] -> [t, ...].
 
     Backward runs each tile again, so only one tile's activations are in memory. Gradients of
-    weights are summed over tiles in float32. Collectives are those of `run`, once per tile and
-    pass; all ranks of a group need the same t.
+    weights are summed over tiles in float32, or by the linear itself in main_grad. Collectives are
+    those of `run`, once per tile and pass; all ranks of a group need the same t.
     """
 
     @staticmethod
@@ -436,7 +437,7 @@ def _added(
 
 def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
     """Apply Tiles to `tensors`, with gradients for the module's trained parameters. run(start,
-    *tiles): the output for the rows from `start` on. rows: per tile, at least 1."""
+    *tiles): the output for the rows from `start` on. rows: rows per tile; below 1 counts as 1."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Tiles.apply(run, max(rows, 1), len(tensors), *tensors, *trained)
 
@@ -478,8 +479,8 @@ def _experts(
 
 
 def prepare(layer: Any, config: Any) -> None:
-    """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: on its attention, MLP
-    or experts the method forward is replaced on the instance."""
+    """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: on its attention, MLP,
+    experts or shared experts the method forward is replaced on the instance."""
     attention = layer.self_attention
     for module in attention.modules() if config.recompute_keep else ():
         if isinstance(module, CoreAttention):

@@ -5,8 +5,8 @@ What activations take was counted: on a CPU from the tensors that autograd saves
 (tests/test_plan.py), on a GPU, where kernels.py compiles, from the blocks of memory in use on one
 H200.
 
-Bytes are per token on this rank. Letters: w bytes per activation value, h hidden size, n heads on
-this rank, v channels of a value."""
+"Per token" means per token on this rank. Letters: w bytes per activation value, h hidden size, n
+heads on this rank, v channels of a value."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -56,10 +56,10 @@ def tiled(
 def kept(config: Any, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
     """Bytes per token that recomputed layers take with recompute_keep or activation_offloading.
 
-    All arguments are bytes per token, except units: the number of groups of layers recomputed
-    together. inputs: a unit's inputs. of_results: attention outputs that each recomputed layer
-    keeps. again: a unit while it is recomputed. With offloading everything is in host memory, and
-    at most two units are on the device: the one recomputed, and the one before it.
+    All arguments but config are bytes per token, except units: the number of groups of layers
+    recomputed together. inputs: a unit's inputs. of_results: attention outputs that each recomputed
+    layer keeps. again: a unit while it is recomputed. With offloading everything is in host memory,
+    and at most two units are on the device: the one recomputed, and the one before it.
     """
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
@@ -363,7 +363,8 @@ def of_step(
     args: TrainingArguments with the layout of config, a McaModelConfig. layers: indices of the
     stage's decoder layers that have a backward pass. length: tokens in a sample or row. trained:
     names of the rank's trained parameters. on_gpu: True if kernels are compiled. is_whole: True if
-    all weights are trained. distils: True if the loss compares with a teacher.
+    all weights are trained. trains_head: True if the output head is. distils: True if the loss
+    compares with a teacher.
     """
     r = RankSizes(config)
     tokens = args.micro_batch_size * length / r.cp

@@ -50,7 +50,8 @@ class OffloadedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """{parameter: its states}; for parameters on the host these are CPU tensors."""
+        """{parameter: its states}; for parameters on the host these are CPU tensors, after
+        settle()."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:

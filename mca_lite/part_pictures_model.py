@@ -100,7 +100,7 @@ def has_pictures(batch: dict[str, Any]) -> bool:
 
 def check_slots(batch: dict[str, Any], merge_size: int) -> None:
     """Raise ValueError if the placeholders in a batch and the features of its images (or other
-    inputs) differ in number, or if it has no rope positions. A filler batch, which is only padding,
+    inputs) differ in number, or if it lacks rope positions. A filler batch, which is only padding,
     may have images."""
     lacking = [name for name in ROPE_COLUMNS if name not in batch]
     expect(
@@ -412,8 +412,8 @@ class Pictures(Inputs):
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with "image_slot" (the index of each token's image feature) added, and videos
         concatenated after images, because one tower takes both. Pixels are dropped on later
-        pipeline stages, and from batches of padding only. ValueError for images with multi-token
-        prediction on several pipeline stages."""
+        pipeline stages, and from batches of padding only. ValueError as check_slots, and for images
+        with multi-token prediction on several pipeline stages."""
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
         expect(
@@ -430,8 +430,8 @@ class Pictures(Inputs):
         return joined | {name: batch[name] for name in self.more_columns if name in batch}
 
     def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with "image_slot" added, the index of each token's image feature. ValueError if
-        its image placeholders and features differ in number."""
+        """The batch with "image_slot" added, the index of each token's image feature. ValueError as
+        check_slots."""
         batch = with_image_slots(batch, *self.token_ids)
         check_slots(batch, self.vision_config.spatial_merge_size)
         return batch
@@ -513,7 +513,7 @@ class Pictures(Inputs):
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
         """Bytes that the vision tower saves for the backward pass, per image token; 0 if all its
-        layers are frozen. trained: names of the trained parameters. width: bytes per value."""
+        blocks are frozen. trained: names of the trained parameters. width: bytes per value."""
         if not any("vis" in name and ".blocks." in name for name in trained):
             return 0.0
         vision = self.vision_config

@@ -34,9 +34,10 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
     positions, if that is larger.
 
     given: a mapping like transformers' rope_parameters; or the name of a type, whose factor is then
-    length / the model's positions, rounded up. If the type stays the same, fields that `given`
-    lacks keep the model's values; if it changes, only the fields in _KEPT do. ValueError for a
-    wrong scaling, and for models whose config.json must contain it.
+    length / the model's positions, rounded up, and at least 1. If the type stays the same, fields
+    that `given` lacks keep the model's values; if it changes, only the fields in _KEPT do, and
+    _DEFAULTS fill in. ValueError for a wrong scaling, and for models whose config.json must contain
+    it.
     """
     text = text_values(config)
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -96,7 +97,8 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
 def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
     """Raise ValueError if longrope's lists of factors are missing, or do not have a number for each
     of the model's rotary frequencies. If `rope` lacks the factor of positions, it is computed and
-    added, in place. text: the config.json's values for the language model."""
+    added, in place, where the numbers of positions are known. text: the config.json's values for
+    the language model."""
     for name in _LISTS:
         expect(rope.get(name), f"longrope: expected {name}, a number for each frequency")
     head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]

@@ -210,7 +210,7 @@ def open_source(planned: PlannedModel, seed: int = 42) -> None:
     for a model that is trained from scratch or comes from a megatron checkpoint.
 
     seed: draws a value head if the files lack it. ValueError for tensors that do not fit
-    config.json."""
+    config.json; on plain torch only in a model type of FAMILIES."""
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
@@ -265,7 +265,8 @@ def _grow(planned: PlannedModel, size: int) -> None:
     """Plan a vocabulary of `size` tokens for a model.
 
     A McaModelConfig and its source of weights grow too. On the torch backend the config stays,
-    because transformers loads the old rows before it grows a model."""
+    because transformers loads the old rows before it grows a model. ConfigError for more rows in a
+    megatron checkpoint."""
     planned.vocab_size = size
     is_mca = isinstance(planned.config, model_config.McaModelConfig)
     if size == planned.old_vocab_size or not is_mca:
@@ -303,8 +304,8 @@ def build_model(plan: Plan) -> Any:
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
-    """Build a planned model on this rank and load its weights; nothing is frozen yet ->
-    VirtualModels, or a transformers model with use_mca: false."""
+    """Build a planned model on this rank and load its weights, or draw them if it is trained from
+    scratch; nothing is frozen yet -> VirtualModels, or a transformers model with use_mca: false."""
     # a copy, because megatron-core stores functions of the optimizer in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed

@@ -323,7 +323,7 @@ def register_objective(stage: str, **fields: Any) -> Objective:
 
     fields: the other fields of Objective, of which `records` is required. Call it on every rank
     before the configuration is parsed. ValueError if the name exists or `records` is unknown,
-    TypeError if the trainer is no class.
+    TypeError for a wrong trainer, metrics or field.
     """
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
@@ -413,7 +413,7 @@ def register_optimizer(
     fields: fields of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
 
     Call it on every rank before the configuration is parsed. ValueError for a name that exists,
-    TypeError if `make` cannot be called.
+    TypeError if `make` cannot be called or for wrong fields.
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
@@ -503,7 +503,7 @@ class Column:
     each; "input": rows for inputs other than text (such as pixels), concatenated in document order,
     not sharded, absent if the micro-batch has none.
     dtype: name of a torch dtype, such as "int64".
-    padding: the value at padding positions.
+    padding: the value at padding positions; for input_ids the tokenizer's is used instead.
     more_dims: number of dimensions of one token's value; 0: a number.
     default: the value for a document without the column; None: if data files may give the column,
     each document needs it.
@@ -588,7 +588,7 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
     """Add a column, such as a weight per token, to samples and micro-batches. fields: those of
     Column.
 
-    Loss hooks get it in `batch`, on the rank's device, sharded like the tokens: [b, s] per token,
+    Loss hooks get it in `batch`, on the rank's device: [b, s] per token, sharded like the tokens;
     [n] per document or sample.
 
     In a Python dataset, a document gives a number, or a list as long as its tokens. In files, a

@@ -97,7 +97,8 @@ class Part:
 
 class DataInspector:
     """Collects facts about the datasets of a run.Plan, such as duplicates. shown: how many samples
-    to show per dataset."""
+    to show per dataset; the first one with each problem is added. Sets the media's is_read to
+    False."""
 
     def __init__(self, plan: Plan, shown: int) -> None:
         self.shown = shown
@@ -115,7 +116,8 @@ class DataInspector:
         self.media.is_read = False  # only the shown samples' pictures are read
 
     def records(self) -> dict[str, int]:
-        """{"read": count, then each defect: count} of the records in the files of all datasets."""
+        """{"read": count, then each defect: count} of the records that were read from the files of
+        all datasets."""
         tallies = {}
         for dataset in self.sets.values():
             tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
@@ -152,12 +154,12 @@ class DataInspector:
             yield part
 
     def _ends_of_texts(self, shard: Any) -> np.ndarray:
-        """Indices in shard.tokens just after the end token of each joined text."""
+        """Indices in shard.tokens just after each end token, which ends a joined text."""
         return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
-        """Token counts of the dataset's documents; of its texts, if rows are cut from
-        joined texts."""
+        """Counts of input tokens of the dataset's documents; of all tokens of its texts, if rows
+        are cut from joined texts."""
         if not self.joins:
             return dataset.document_lengths.ravel()
         ends = map(self._ends_of_texts, dataset.shards)
@@ -209,8 +211,8 @@ class DataInspector:
             yield number, [(text.astype(np.int64), np.ones(len(text), bool))]
 
     def _problems(self, tokens: np.ndarray, trained: np.ndarray) -> Iterator[str]:
-        """Yield the names in PROBLEMS that apply to one document. tokens: int64 [n]. trained: bool
-        [n]."""
+        """Yield the names in PROBLEMS of what is wrong inside one document, maybe repeated. tokens:
+        int64 [n]. trained: bool [n]."""
         bos = self.tokenizer.bos_token_id
         is_bos = tokens == bos
         # if bos is also eos, it separates joined texts
@@ -293,7 +295,8 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 def check(arguments: RunArguments) -> None:
     """Print what a run in a world of WORLD_SIZE ranks begins with: model and data; if the run
     trains, also its steps, each rank's first batches and the tensors of each pipeline stage. Raises
-    the errors that it finds in configuration, model files, data and checkpoints."""
+    the errors that it finds in configuration, model files, data and checkpoints. Changes
+    arguments.data.cache_dir."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
@@ -448,8 +451,9 @@ def _first_batches_of(trainer: Any) -> list[tuple[int, int]]:
 
 
 def _rank_table(plan: Plan, stages: list[Any]) -> Iterator[str]:
-    """Yield table lines, one per rank: its coordinates in the parallel layout, its parameter counts
-    and the shapes of its first batches. stages: from _stages."""
+    """Yield the lines of a table: a head, one line per rank with its coordinates in the parallel
+    layout, its parameter counts and the shapes of its first batches, and a note. stages: from
+    _stages."""
     args = plan.arguments.training
     shapes = _first_batches(plan)
     config = plan.model.config

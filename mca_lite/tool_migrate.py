@@ -47,9 +47,10 @@ _PROGRAMS = {"swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
 class Row(NamedTuple):
     """A row of a conversion table: what becomes of another trainer's key.
 
-    tags: features that the file must have; alternatives are separated by commas. keys, values:
-    patterns for the key and its value, separated by commas. words: this package's keys that replace
-    it; "-": it has no effect; "!": it is refused. note: a reason or hint.
+    tags: features that the file must have, joined by +; alternatives are separated by commas. keys,
+    values: patterns for the key and its value, separated by commas. words: this package's keys that
+    replace it, or key=value; "-": it has no effect; "!": it is refused; "datasets ...": see
+    _datasets. note: a reason or hint.
     """
 
     tags: str
@@ -111,8 +112,9 @@ def _migrate(path: Path) -> int:
 
 def read(path: Path) -> tuple[str, dict[str, Any], str]:
     """Read another trainer's file -> (name of the trainer, {key: raw value}, beginning of the
-    command that launches it). Keys of nested groups are joined by dots. UserError for a shell
-    script without such a command, and for a file without keys."""
+    command that launches it). Keys of nested groups are joined by dots; booleans are texts, and
+    empty values are left out. UserError for a shell script without such a command, and for a file
+    without keys."""
     if path.suffix == ".toml":
         import tomllib
 
@@ -145,9 +147,10 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
-    """(name of the trainer, {option: raw value}, beginning of the launching command) for the first
-    command of ms-swift, TRL or mcore_adapter in a shell script. Of an `if` that compares two words
-    the branch that bash takes is read, of other ones both. UserError if there is no command."""
+    """(name of the trainer, {option: raw value, and "method"}, beginning of the launching command)
+    for the first command of ms-swift, TRL or mcore_adapter in a shell script. Of an `if` that
+    compares two words the branch that bash takes is read, of other ones both. UserError if there is
+    no command, or a quotation is open."""
     text = path.read_text().replace("\\\n", " ")
     variables: dict[str, str] = {}
     is_left_out: bool | None = None  # None: no comparison is open
@@ -336,7 +339,7 @@ def _fits(value: Any, patterns: str) -> bool:
 
 
 def _text(value: Any) -> Any:
-    """A value, with text such as "[a, b]" or "{a: 1}" parsed as YAML."""
+    """A value, with text such as "[a, b]" or "{a: 1}" parsed as YAML if it is valid."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         with contextlib.suppress(yaml.YAMLError):  # a chat template begins so too
             return loads_yaml(value)

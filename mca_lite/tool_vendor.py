@@ -93,9 +93,10 @@ def choose(parts: list[str], tools: list[str], without: Sequence[str] = ()) -> C
     """The Choice for names of parts (optional capabilities) and tools (commands), with the parts
     that they need.
 
-    without: parts to leave out, with the parts that need them; if `parts` is empty or "all", every
-    other part is chosen. Raises UserError for an unknown name, for a part in `parts` that needs one
-    in `without`, or for a part or tool whose files this copy of the package lacks.
+    without: parts to leave out, with the parts that need them; if it has any, and `parts` is empty
+    or "all", every other part is chosen. Raises UserError for an unknown name, for a part in
+    `parts` that needs one in `without`, or for a part or tool whose files this copy of the package
+    lacks.
     """
     left = _named("--without", [*without], PARTS)
     rest = [part for part in PARTS if {*with_needs(part)}.isdisjoint(left)]
