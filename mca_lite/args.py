@@ -823,9 +823,9 @@ def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[st
     """Resolve aliases in `values`, {name: raw value} -> ({key: raw value}, notes about keys that
     are ignored).
 
-    Appends to `problems` a Problem for each name that is unknown, that this package refuses, or
-    that repeats a key, and for each key that needs an optional part of the package whose files are
-    missing.
+    Appends to `problems` a Problem for each name that is unknown, that this package refuses with
+    this value, or that repeats a key, and for each key that needs an optional part of the package
+    whose files are missing.
     """
     keys: dict[str, Any] = {}
     ignored = []

@@ -55,8 +55,9 @@ ConfigLoader.add_implicit_resolver(
 
 
 def loads_yaml(text: str) -> Any:
-    """Parse YAML or JSON text with ConfigLoader: numbers and booleans stay text. Raises
-    yaml.YAMLError."""
+    """Parse YAML or JSON text with ConfigLoader: numbers and booleans without a tag stay text.
+    Raises yaml.YAMLError; a tag that does not fit its value, such as !!bool x, raises other errors.
+    """
     try:
         return yaml.load(text, Loader=ConfigLoader)
     except RecursionError:
@@ -64,9 +65,10 @@ def loads_yaml(text: str) -> Any:
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Key -> value from a YAML or JSON file. Numbers and booleans are still text.
+    """Key -> value from a YAML or JSON file. Numbers and booleans without a tag are still text.
 
-    Raises ConfigError if the file is absent, has a key twice, or is no mapping from keys to values.
+    Raises ConfigError if the file cannot be read: it is absent, has a key twice, or is no mapping
+    from keys to values, for example.
     """
     try:
         if not Path(path).is_file():
@@ -127,7 +129,7 @@ def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict[str
 
 def _parse(text: str) -> Any:
     """The value of a JSON or YAML text. If `text` ends in .json, it is the name of a file to read
-    instead. Raises ValueError."""
+    instead. Raises ValueError if that fails; for a wrong tag see loads_yaml()."""
     try:
         if text.endswith(".json"):
             text = Path(text).read_text(encoding="utf-8")
@@ -284,7 +286,7 @@ _Group = TypeVar("_Group", bound="ArgumentGroup")
 @dataclass(kw_only=True)
 class ArgumentGroup:
     """Base class for the dataclasses of configuration keys. The constructor casts every field to
-    its type, applies the group's rules and raises one ConfigError with every problem.
+    its type, applies the group's rules and raises the problems together in one ConfigError.
 
     notes: lines for the user about values that were changed or have no effect. changed: the keys
     that were set to another value than their default.

@@ -72,7 +72,8 @@ def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _take(folder: Path, held: contextlib.ExitStack) -> bool:
-    """Lock the folder until `held` closes -> True if this process had not locked it before.
+    """Lock the folder until `held` closes, if its file system has locks -> True if this process had
+    not locked it before.
     OutputFolderError if another run has locked it, or if it cannot be written."""
     # a singleton per path and process: a second lock counts up instead of waiting
     lock = FileLock(folder.absolute() / LOCK_NAME, is_singleton=True)
@@ -410,7 +411,8 @@ def choose(
     say: Callable[[str], None],
 ) -> Path | None:
     """Find and verify the checkpoint to resume from, without changing output_dir -> its folder;
-    None to start anew. Arguments and errors are those of find(). Collective."""
+    None to start anew. choice: "auto", True or a path. Other arguments and the errors are those of
+    find(). Collective."""
     if choice not in (True, "auto"):
         refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")

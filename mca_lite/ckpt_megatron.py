@@ -257,8 +257,8 @@ class MegatronSnapshot:
 
     @staticmethod
     def sizes(models: Any, optimizer: Any = None) -> list[int]:
-        """Bytes of each weight and optimizer state that this rank would copy for a snapshot, in no
-        particular order."""
+        """Bytes of each parameter and optimizer state that this rank may copy for a snapshot, in no
+        particular order. A parameter that another tensor-parallel rank copies counts too."""
         holders = holders_of_all(models, optimizer)
         found = []
         stored = _by_parameter(_sharded(models))  # without the frozen base of adapters
@@ -402,8 +402,8 @@ class _Holders(NamedTuple):
 
 def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
     """{id of a parameter: its _Holders}. Each parameter is written by the rank with the least to
-    write so far, among the ranks with a piece of its optimizer state, or among all ranks if the
-    state is not sharded. So writing is spread over the ranks."""
+    write so far, among the ranks with a piece of its optimizer state, or if the state is not
+    sharded among all that hold the parameter. So writing is spread over the ranks."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -524,9 +524,10 @@ def _optimizer_to_write(
     holders: dict[str, Any],
     copy: Callable[..., Any] | None,
 ) -> dict[str, Any]:
-    """{number: sharded tensor} of the optimizer states that this rank writes, each assembled from
-    the pieces of a distributed optimizer. tensors, holders: each parameter's sharded tensor and
-    _Holders, by its id. copy: makes copies to write, or None. Collective, parameter by parameter.
+    """{number: sharded tensor} of the optimizer states that this rank may write: of equal copies on
+    tensor-parallel ranks, one is written. Each is assembled from a distributed optimizer's pieces.
+    tensors, holders: each parameter's sharded tensor and _Holders, by its id. copy: makes copies to
+    write, or None. Collective, parameter by parameter.
     """
     owned = {
         id(parameter): (inner, main, cut)

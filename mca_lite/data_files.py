@@ -1,7 +1,7 @@
 """A dataset's files: paths, folders, dataset_info.json, the hub, and a reader for each kind of
 file.
 
-Errors name a place in the user's data as "file:line"; in parquet and in a .json file with a list of
+Records have a place in the user's data: "file:line"; in parquet and in a .json file with a list of
 records, it is "file:number of the record". Other .json files have one object per line.
 """
 
@@ -43,7 +43,7 @@ SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this 
 @dataclass
 class DatasetSpec:
     """One dataset: its files, and its declaration in dataset_info.json. Without one the first
-    record decides how records are read.
+    usable record of a file decides how its records are read.
 
     files: path -> kind (".jsonl", ...), which selects the reader. formatting: a record format's
     name. columns: dataset_info.json's name of a column -> the name in the files. tags: names within
@@ -65,9 +65,9 @@ class DatasetSpec:
 
 def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[DatasetSpec]:
     """Find the files of datasets -> one DatasetSpec per entry. An entry is a name in
-    dataset_dir/dataset_info.json, else a file or folder (as given, or in dataset_dir), else a
-    dataset on the Hugging Face hub, downloaded unless cached. objective: decides which columns may
-    be declared.
+    dataset_dir/dataset_info.json, else a file or folder (as given, or in dataset_dir), else, if it
+    looks like owner/name, a dataset on the Hugging Face hub, downloaded unless cached. objective:
+    decides which columns may be declared.
 
     Raises ValueError for an entry that is none of these, or for a declaration that cannot be
     followed.
@@ -117,8 +117,8 @@ def _files_of(path: Path) -> dict[str, str]:
 
 
 def _readable(paths: Iterable[Path]) -> dict[str, str]:
-    """{file: kind} for those paths that have a reader, sorted. Leaves out dataset_info.json and
-    dataset_infos.json."""
+    """{file: kind} for those paths that have a reader, sorted. Leaves out names that end in
+    dataset_info.json or dataset_infos.json."""
     kinds = {str(path): kind_of(path) for path in sorted(paths)}
     return {
         file: kind
@@ -284,8 +284,9 @@ def read_records(
 
     kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable line is
     yielded as its ValueError. cursor: where to begin; it moves with each record. Files of lines are
-    sought by bytes; other files are read again up to there. Raises ValueError with the place for
-    invalid UTF-8 or JSON, and for parquet if pyarrow is missing.
+    sought by bytes; other files, and compressed ones, are read again up to there. Raises ValueError
+    for invalid UTF-8, JSON, gzip or parquet, with the line's place or the file, and for parquet if
+    pyarrow is missing.
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
@@ -414,8 +415,8 @@ def build_once(
 
     If the building process dies or fails, its lock becomes free and the next process builds. what:
     names the work in lines on stderr. is_ready: True if `target` can be used as it is (default: if
-    it exists); otherwise it is replaced. Raises the error of build(); ValueError if files cannot be
-    read or written."""
+    it exists); otherwise it is replaced. Raises the error of build(), but ValueError for an OSError
+    of build() or of the folder."""
     is_ready = is_ready or target.exists
     if is_ready():
         return

@@ -27,10 +27,10 @@ from .weights_files import NamedTensors
 
 
 class Weight(NamedTuple):
-    """A unit that modules_to_save can choose: one weight of a megatron model, or all parameters of
-    one module of a transformers model. key: the name by which a MegatronHost or TorchHost knows it.
-    modules: its Hugging Face modules, which can only be trained together. is_tied: True if it is
-    both embedding and head."""
+    """A unit that modules_to_save can choose: one weight of a megatron model, or the parameters of
+    one module of a transformers model, without those of its submodules. key: the name by which a
+    MegatronHost or TorchHost knows it. modules: its Hugging Face modules, which can only be trained
+    together. is_tied: True if it is both embedding and head."""
 
     key: Any
     modules: tuple[str, ...]

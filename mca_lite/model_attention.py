@@ -271,9 +271,9 @@ class SelfAttention(Attention):
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """This rank's (query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None).
-        Query and key are rotated, and normed and scaled if the model does so. The sigmoid of the
-        gate multiplies attention's output. rope_tables: (cos, sin) to use instead of the tables for
-        the row's positions."""
+        Query and key are rotated, and normed if the model does so; Llama 4 also scales the query.
+        The sigmoid of the gate multiplies attention's output. rope_tables: (cos, sin) to use
+        instead of the tables for the row's positions."""
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
         )
@@ -527,8 +527,9 @@ class CoreAttention(Sharded, RowModule):
         value: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """This rank's query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]. Packed rows
-        have b = 1. Collective over the context-parallel group."""
+        """This rank's query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; in latent
+        attention values, and so results, have another d. Packed rows have b = 1. Collective over
+        the context-parallel group."""
         layout = self.layout(packed_seq_params, query)
         run = functools.partial(self._attend, layout, packed_seq_params is not None)
         if self.is_recomputed and self.training:
@@ -653,8 +654,8 @@ class CoreAttention(Sharded, RowModule):
         """Causal attention mask for a segment, bool [num_queries, num_keys], True if a query sees a
         key. The last query sees the last key; a sliding window hides old keys.
 
-        None if torch's is_causal does the same. torch's causal_lower_right if the flash kernel can
-        do without a mask.
+        Unless needs_scores: None if torch's is_causal does the same, torch's causal_lower_right if
+        the flash kernel can do without a mask.
         """
         more = num_keys - num_queries
         is_narrow = self.window is not None and num_keys > self.window
@@ -674,8 +675,8 @@ class CoreAttention(Sharded, RowModule):
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout
     ) -> torch.Tensor:
-        """Attention of all documents of a packed row in one call of a CUDA kernel, without a host
-        sync -> [t, 1, n * d]."""
+        """Attention of all documents of a row, packed or not, in one call of a CUDA kernel, without
+        a host sync -> [t, 1, n * d]."""
         kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q = query[:, 0]

@@ -90,7 +90,7 @@ class Residual(torch.nn.Module):
 
 
 class Layer(MegatronModule):
-    """A decoder layer: attention, then an MLP or experts, each with a norm and a residual
+    """A decoder layer: attention, then an MLP or experts, each with its norms and a residual
     connection.
 
     [s, b, h] -> [s, b, h], or [s / tp, b, h] for both under sequence parallelism. layer_number
@@ -199,8 +199,9 @@ def _nothing(output: torch.Tensor) -> None:
 def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
-    """Build the Layer with this number (from 1). With fp8_param its weights are in 8 bits. If
-    config.weight_format is set, its matrices are quantised and frozen (QLoRA)."""
+    """Build the Layer with this number (from 1). With megatron's fp8_param, Transformer Engine's
+    linears are in 8 bits. If config.weight_format is set, the matrices to which
+    part_quantised.is_quantised() applies are quantised and frozen (QLoRA)."""
     with get_fp8_context(config, layer_number - 1, is_init=True):
         layer = Layer(config, layer_number, pg_collection)
     if config.weight_format is not None:
@@ -212,8 +213,9 @@ class Block(MegatronModule):
     """The decoder layers of a (virtual) pipeline stage, and the final norm after the model's last
     layer.
 
-    forward(hidden_states [s, b, h], *added, **shared) -> [s, b, h]. Stages after the first ignore
-    hidden_states and read `input_tensor`, which megatron's schedule sets.
+    forward(hidden_states [s, b, h], *added, **shared) -> [s, b, h], both [s / tp, b, h] under
+    sequence parallelism. Stages after the first ignore hidden_states and read `input_tensor`, which
+    megatron's schedule sets.
     added: one tensor per layer for the first layers, added to that layer's output.
     shared: keywords of Layer.forward.
     """
@@ -275,7 +277,8 @@ class Block(MegatronModule):
 
     def _units(self) -> list[tuple[Any, bool]]:
         """[(layers, True if recomputed in backward as one unit)], in order, as
-        recompute_granularity, recompute_method and recompute_num_layers say."""
+        recompute_granularity, recompute_method and recompute_num_layers say. In evaluation mode no
+        unit is recomputed."""
         if self.config.recompute_granularity != "full" or not self.training:
             return [(self.layers, False)]
         count = self.config.recompute_num_layers
@@ -305,8 +308,8 @@ class Block(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """{name: megatron's ShardedTensor} of the stage. With a moe_layer_freq of 1 and one kind of
-        attention, each tensor is stacked over layers along a new first axis. Otherwise the names
-        contain the layer index, as in "layers.7."."""
+        attention, the layers' tensors are stacked over layers along a new first axis. Otherwise
+        their names contain the layer index, as in "layers.7."."""
         state: dict[str, Any] = {}
         config = self.config
         differ = config.linear_layers or config.full_kv_channels

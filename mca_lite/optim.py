@@ -6,7 +6,7 @@ rate is max * n / w during warm-up; then it depends on the style:
     constant             max
     linear               min + (max - min) (1 - rho)
     cosine               min + (max - min) (1 + cos(pi rho)) / 2
-    inverse-square-root  max(min, max sqrt(max(w, 1)) / sqrt(n))
+    inverse-square-root  max(min, max sqrt(max(w, 1)) / sqrt(max(n, 1)))
     WSD                  max until D - wsd_decay_steps, then down to min: linear, cosine,
                          exponential or minus_sqrt
 
@@ -43,7 +43,7 @@ from .tables import OPTIMIZERS, function_of
 
 class MegatronLRScheduler(OptimizerParamScheduler):
     """megatron's scheduler, plus get_last_lr() for the log. It sets each parameter group's lr, and
-    its weight_decay times the group's wd_mult, in any optimizer that has param_groups."""
+    its weight_decay to the run's times the group's wd_mult, in any optimizer with param_groups."""
 
     def step(self, increment: int = 1) -> None:
         """Count `increment` more steps, and set each group's learning rate and weight decay."""
@@ -84,8 +84,8 @@ def get_megatron_lr_scheduler(
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """True if a parameter gets weight decay: it has several dimensions, and its name does not end
-    in "bias". So norms and biases get none, not even the stacked biases of experts."""
+    """True if a parameter gets weight decay: it is not a vector, and its name does not end in
+    "bias". So norms and biases get none, not even the stacked biases of experts."""
     return parameter.dim() != 1 and not name.endswith("bias")
 
 
@@ -187,8 +187,8 @@ class SplitMasterOptimizer(FP32Optimizer):
         """In the next update, scale gradients by `factor` and clip them.
 
         grad_norm: the norm after scaling, a float64 scalar tensor.
-        largest: if grad_norm is above it or NaN, the update changes nothing; None: no limit. No
-        device sync.
+        largest: if grad_norm is above it or NaN, the update changes step counts only; None: no
+        limit. No device sync.
         """
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
         if largest is not None:
@@ -321,8 +321,8 @@ def given_optimizers(
 
     Without a scheduler, lr_scheduler_type applies: each group keeps its weight decay, and its
     learning rate is the schedule's maximum. ValueError for an optimizer that would not update
-    exactly the model's trained parameters, for a scheduler of another optimizer, and if is_megatron
-    for either.
+    exactly the model's trained parameters, for a scheduler that is not this optimizer's or does not
+    count steps, and if is_megatron for either.
     """
     if optimizers == (None, None):
         return optimizers

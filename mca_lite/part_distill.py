@@ -73,7 +73,8 @@ class DistillConfig(ObjectiveConfig):
     float16.
     teacher: the teacher's folder, whose files identify the cache; None: unknown, or the cache is
     only read.
-    cache_dir: folder for the stored tokens if `cache` is None, and for file hashes.
+    cache_dir: folder for the stored tokens if `cache` is None, and for file hashes; None: the
+    package's cache folder.
     """
 
     divergence: str = "forward_kl"
@@ -515,8 +516,8 @@ class DistillTrainer(ScoredTrainer):
 
     def _check_teacher(self, config: Any) -> None:
         """Raise ValueError if the teacher cannot run on the student's batches, for example because
-        only one of them sees images. Lowers self.limits (vocabulary, positions) to what both models
-        have. config: the teacher's.
+        only one of them sees images, or if top_k is above the number of tokens. Lowers self.limits
+        (vocabulary, positions) to what both models have. config: the teacher's.
         """
         differ = "the teacher and the student differ in"
         mine = self.model.config

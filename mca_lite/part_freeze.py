@@ -10,8 +10,8 @@ from .hosts import Weight, last_of, module_of
 
 
 class Freeze(Finetuning):
-    """finetuning_type freeze: train only the layers and modules that configuration keys name, as in
-    LLaMA-Factory. Modules are named as in Hugging Face models.
+    """finetuning_type freeze: train the layers and modules that configuration keys name, as in
+    LLaMA-Factory, and a value head. Modules are named as in Hugging Face models.
     """
 
     @classmethod
@@ -30,8 +30,8 @@ class Freeze(Finetuning):
 
 
 def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> set[str]:
-    """The language model's modules that the freeze_* keys name, as full names. Names and layer
-    counts that do not fit the model become Problems in `judge`.
+    """The language model's modules that the freeze_* keys name, as full names; of tied modules, if
+    one is named, both. Names and layer counts that do not fit the model become Problems in `judge`.
     """
     count = keys.freeze_trainable_layers
     judge.expect(
@@ -86,7 +86,7 @@ def _fits(name: str, wish: str) -> bool:
 
 
 def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` for each wanted name that fits no module in `names`, or that
+    """Add a Problem to `judge` for the first wanted name that fits no module in `names`, or that
     contains an index, such as an expert's. key: the configuration key with the wanted names."""
     names = list(names)
     known = dict.fromkeys(name.partition(".")[0] for name in names)

@@ -9,8 +9,8 @@ Source: Ethayarajh and others 2024, equation 7; TRL estimates kl per micro-batch
 becomes two documents: its prompt with its answer, and its prompt with another sample's answer
 (mismatched). The mismatched one only runs forward, before the step. The pairing is fixed for the
 data set, so a cached reference can score it: within blocks of global_batch_size samples, answers
-shift by one sample, packed or not. Without packing and shuffling the blocks are the global batches,
-as in TRL. Letters: n answers in a micro-batch.
+shift by one sample, packed or not. Without packing and shuffling the blocks are the global batches.
+Letters: n answers in a micro-batch.
 """
 
 import itertools
@@ -286,8 +286,8 @@ class Mismatched(View):
 
 def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A new document: the prompt of `document` with the answer of `other`, with shifted labels on
-    the answer only. Other columns per token, such as positions of images, rise by 1 per token over
-    the answer."""
+    the answer only. Other columns per token that the model reads, such as positions in documents
+    with images, rise by 1 per token over the answer; the rest is left out."""
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)
@@ -322,9 +322,9 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _every_second(batch: Batch, first: int) -> dict[str, Any]:
-    """An arranged batch with only the documents first, first + 2, and so on. Rows become as long as
-    the longest document that is left. A packed row of padding keeps one document. Columns per
-    document, sample or image are unchanged."""
+    """An arranged batch with only the documents first, first + 2, and so on. Unpacked rows become
+    as long as the longest document that is left; a packed row has these documents end to end, and
+    one of padding keeps one document. Columns per document, sample or image are unchanged."""
     chosen = dict(batch)
     names = [name for name in batch if is_of_tokens(name)]
     if "cu_seqlens" not in batch:

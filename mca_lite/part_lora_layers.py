@@ -339,8 +339,8 @@ class LoraAdapter(Adapter):
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """The adapter's inner activation scale * A x [..., r * projections], float32 or in x's
-        dtype if in_half.
+        """The adapter's inner activation scale * A x [..., sum of the projections' r], float32 or
+        in x's dtype if in_half.
 
         For a row-sharded linear it is summed over the group (under sequence parallelism each rank
         gets its part of the sequence). For a column-sharded linear under sequence parallelism it

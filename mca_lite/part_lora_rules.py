@@ -1,7 +1,8 @@
 """Rules about which adapters a model can have.
 
-Runs and the Python functions part_lora.inject and load_adapter apply the same rules. `candidates`
-are part_lora_sites.Candidates. Each check reports to `judge`.
+Runs and the Python functions part_lora.inject and load_adapter apply the same rules, except those
+on new tokens and merging. `candidates` are part_lora_sites.Candidates. Each check reports to
+`judge`.
 """
 
 import contextlib
@@ -43,8 +44,9 @@ _PLAIN |= {
 
 
 def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> None:
-    """Add a Problem to `judge` for each value in a PEFT adapter_config.json that is invalid or not
-    supported, such as DoRA. path: the file, for messages.
+    """Add a Problem to `judge` for each setting in a PEFT adapter_config.json that is not
+    supported, such as DoRA, and for an invalid r, lora_alpha, lora_dropout, modules_to_save or
+    pattern. path: the file, for messages.
     """
     saved = values.get("modules_to_save") or []
     fits = {
@@ -69,15 +71,16 @@ def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> No
 
 
 def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tuple[str, ...]:
-    """Find the modules that get adapters: the candidates that the spec's targets match. Returns
-    their Hugging Face names in the model's order.
+    """Find the modules that get adapters: the candidates that the spec's targets match, and experts
+    in its target_parameters. Returns their Hugging Face names in the model's order.
 
     A target is one of: a module's whole name; "all" (every linear except the head and, in families
     of the table, routers) or "all-router"; the end of a name, such as q_proj or megatron's
     linear_qkv; a glob over whole names (*.layers.[0-3].*.q_proj); a regular expression over whole
-    names. Only a whole name matches outside of spec.parts, for example in a frozen vision tower. A
-    target without a match becomes a Problem in `judge`. candidates: part_lora_sites.Candidate for
-    each module that can have an adapter.
+    names. Only a whole name matches outside of spec.parts, for example in a frozen vision tower.
+    With target_parameters, "all" leaves experts out. The first target without a match becomes a
+    Problem in `judge`. candidates: part_lora_sites.Candidate for each module that can have an
+    adapter.
     """
     chosen = set()
     free = [candidate for candidate in candidates if candidate.part in spec.parts]
@@ -119,9 +122,9 @@ def check_other_model(
     folder: str | os.PathLike[str], spec: LoraSpec, candidates: list[Any], judge: Judge
 ) -> None:
     """Add a Problem to `judge` if a saved adapter has modules that this model lacks, because it was
-    then trained on another model. spec: the adapter's settings, whose targets are complete module
-    names. candidates: this model's modules that can have an adapter, as Candidates. folder: the
-    adapter's folder, for the message."""
+    then trained on another model, or if it has none. spec: the adapter's settings, whose targets
+    are complete module names. candidates: this model's modules that can have an adapter, as
+    Candidates. folder: the adapter's folder, for the message."""
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
         (spec.targets or spec.target_parameters) and not unknown,
@@ -134,7 +137,7 @@ def check_other_model(
 
 
 def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) -> None:
-    """Add a Problem to `judge` if adapters are on some experts of a layer, but not on all.
+    """Add a Problem to `judge` if a projection has adapters in some experts of a layer, not in all.
     candidates: part_lora_sites.Candidate for each module that can have an adapter."""
 
     def of_layer(module: str) -> str:
@@ -152,9 +155,9 @@ def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) ->
 
 
 def check_saved(spec: LoraSpec, weights: Iterable[Any], judge: Judge) -> None:
-    """Add Problems to `judge` for names in modules_to_save that cannot be trained whole, such as
-    experts or a tied embedding, and for a name that matches no module. weights: hosts.Weight for
-    each weight of the model.
+    """Add a Problem to `judge` for a name in modules_to_save that cannot be trained whole, such as
+    experts or a tied embedding, is in lora_target too, or matches no module. weights: hosts.Weight
+    for each weight of the model.
     """
     key = "modules_to_save"
     unused = set(spec.modules_to_save)
@@ -195,7 +198,7 @@ def check_new_rows(
     judge: Judge,
 ) -> None:
     """Add Problems to `judge` if a LoRA run would not train the rows of new tokens: if
-    modules_to_save lacks the embedding or the output layer, or if both are one tied matrix.
+    modules_to_save lacks a module of `ends`, or if embedding and output layer are one tied matrix.
 
     num_new: number of new tokens. ends: ends of the names of the modules with a row per token.
     """

@@ -30,7 +30,7 @@ class Muon(AdamW):
         w = (1 - lr decay) w - lr ratio orthogonalised(u)
 
     Each Hugging Face matrix is updated separately: q, k, v, gate, up and every expert, as
-    torch.optim.Muon would on transformers' modules.
+    torch.optim.Muon would if each had a module of its own.
     ratio: with muon_adjust_lr original, sqrt(max(1, rows / columns)); with match_rms_adamw, 0.2
     sqrt(max(rows, columns)), so that updates are as large as AdamW's and can share its learning
     rate.

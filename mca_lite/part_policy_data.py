@@ -6,8 +6,8 @@
 
 A list has one value per token, or one per token of the answer, which comes last. mask: 1 for tokens
 to train. ALIASES has other names; prompt_ids and response_ids may replace ids. data_encode.shifted
-shifts per-token values together with the ids. routes are not shifted: they have a row for each
-token, or for each but the last, as vLLM gives them.
+shifts per-token values together with the ids. routes have a row for each token, or for each but the
+last, as vLLM gives them; they get one more in front, so that the shift leaves them at their tokens.
 """
 
 import base64
@@ -42,8 +42,9 @@ class RolloutEncoder(Encoder):
     """Encoder for rollouts: records that already have token ids, so that nothing is rendered or
     tokenised.
 
-    A sample has one document. Its columns, such as old_logp and advantage, are float32 [n] over its
-    n tokens before the shift by one; reward and group are numbers.
+    A sample has one document. Its columns in TOKEN_COLUMNS, such as old_logp, are float32 [n] over
+    its n tokens before the shift by one; routes are as _routes() returns them, reward and group are
+    numbers.
     """
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
@@ -163,7 +164,8 @@ class RolloutEncoder(Encoder):
 
 def _with_usual_names(record: Any, where: str) -> dict[str, Any]:
     """A copy of the record whose columns have this module's names, without nulls: "token_ids"
-    becomes "ids". ValueError if the record is no object, or has one column under two names.
+    becomes "ids". ValueError if the record is no object, has one column under two names, or has
+    both ids and response_ids.
     """
     get_column(record, "", where, object, required=False)  # refuses all but objects
     record = {name: record[name] for name in record if record[name] is not None}
@@ -181,10 +183,11 @@ def _of_tokens(
     record: dict[str, Any], name: str, length: int, start: int | None, where: str
 ) -> np.ndarray | None:
     """A record's column as float32 [length], one value per token; None if the record lacks it. A
-    single number is repeated. Values for the answer only are padded with 0 in front. null becomes
-    NaN.
+    single number is repeated. Values for the answer only are padded with 0 in front. A null among
+    them becomes NaN.
 
-    start: index of the answer's first token, if known. ValueError for another number of values.
+    start: index of the answer's first token, if known. ValueError for another number of values, or
+    for values that are no numbers.
     """
     given = get_column(record, name, where, (list, int, float), required=False)
     if given is None:
@@ -231,7 +234,7 @@ def _routes(field: Any, length: int) -> np.ndarray:
     of each column, after which row t has the experts of input token t.
 
     field: the record's value. length: the record's number of tokens. ValueError if the field has
-    neither that many rows nor one less.
+    neither that many rows nor one less, or cannot be decoded.
     """
     routes = read_routes(field)
     expect(

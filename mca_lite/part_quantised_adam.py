@@ -131,8 +131,8 @@ def _adam_kernel(
 
 
 def launch_adam(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """Update one parameter and its two 8-bit moments in place with one Triton kernel; do nothing if
-    the factor is NaN.
+    """Update one parameter, its two 8-bit moments and the low bits of its master in place with one
+    Triton kernel; do nothing if the factor is NaN.
 
     tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first Moment,
     second Moment, factor on the gradient). numbers: (lr * weight decay, beta2, 1 - beta1, 1 -
@@ -213,9 +213,10 @@ class BlockAdamW(AdamW):
         return super().state_of(p)
 
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter: one kernel on a GPU if both moments are in 8 bits,
-        otherwise in pieces of CHUNK elements, so that only one piece's 8-bit moments are in float32
-        at a time. factor: on the gradient."""
+        """AdamW's update of one parameter: one kernel on a GPU if both moments are in 8 bits; if
+        only one is, or on a CPU, in pieces of CHUNK elements, so that only one piece's 8-bit
+        moments are in float32 at a time; without moments in 8 bits as in AdamW. factor: on the
+        gradient."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:

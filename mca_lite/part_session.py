@@ -51,8 +51,8 @@ from .trainer_events import Phases, check_given
 class Output(NamedTuple):
     """Results of a forward pass. logps: for each sample given to this rank, in order, float32 [n]
     on the CPU: the log-probability of each label, 0 where there is no label. sums: {metric: (sum,
-    count)} over all ranks; {} from forward_backward_custom. metrics: {metric: sum / count}, if the
-    count is not 0."""
+    count)} over all ranks. metrics: {metric: sum / count}; with a count of 0 the loss is 0, and
+    others are left out. From forward_backward_custom sums is {}, and metrics are the function's."""
 
     logps: list[torch.Tensor]
     metrics: dict[str, float]
@@ -61,8 +61,9 @@ class Output(NamedTuple):
 
 class Step(NamedTuple):
     """Results of an update. grad_norm: gradient norm after the division by `denominator`, before
-    clipping. skipped: True if the weights did not change, because the norm was not finite or too
-    large, or fp16's loss scale overflowed. denominator: what the gradient was divided by."""
+    clipping; 0 after an overflow. skipped: True if the weights did not change, because the norm was
+    not finite or too large, or fp16's loss scale overflowed. denominator: what the gradient was
+    divided by."""
 
     grad_norm: float
     skipped: bool
@@ -82,11 +83,11 @@ class Tokens:
 
     logps: float32, log-probability of each label, 0 where there is no label.
     is_trained: bool, True where there is a label.
-    lengths: float32, number of trained tokens in the token's sample.
+    lengths: float32, for each trained token the number of trained tokens in its sample.
     is_first: bool, True for the first trained token of each sample.
     columns: the sample columns that the loss reads, 0 where there is no label.
     entropy: of the next-token distribution; None unless the loss sets wants_entropy.
-    sum_samples: function of values [b, s] that gives each token the sum over its sample, on all
+    sum_samples: function of values [b, s] that gives each trained token its sample's sum, on all
     context-parallel ranks; call sum_of_sample instead, which leaves out tokens without a label.
     """
 
@@ -99,7 +100,7 @@ class Tokens:
     sum_samples: Callable[[torch.Tensor], torch.Tensor]
 
     def sum_of_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token, the sum of values [b, s] over the trained tokens of its sample, over all
+        """For each trained token, the sum of values [b, s] over those of its sample, over all
         context-parallel ranks. The sums have no gradient, because the gradient through other ranks'
         tokens would be lost. Collective over the context-parallel group."""
         return self.sum_samples(values.detach().masked_fill(~self.is_trained, 0.0))
@@ -217,9 +218,9 @@ class SampleLoss:
         return ["loss", *self.loss.metrics]
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a collated batch for the model. Adds "token_number" [rows, s], which numbers
-        trained tokens (-1: no label), "ends" [samples + 1], at which number each sample's tokens
-        begin and end, and "answers", the number of samples with a label."""
+        """Arrange a collated batch for the model. Adds "ends" [samples + 1], at which number each
+        sample's tokens begin and end, "answers", the number of samples with a label, and unless
+        self.ends is given "token_number" [rows, s], which numbers trained tokens (-1: no label)."""
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(
@@ -260,7 +261,7 @@ class SampleLoss:
         count: trained tokens, or samples with one, as the loss counts; 0 for a loss that counts
         "one". With entropy or multi-token prediction, losses are [b, s, k], the first of them cross
         entropy. The metric "logps" is (numbers of this rank's trained tokens, their
-        log-probabilities)."""
+        log-probabilities; for _WithEntropy with their entropies, [n, 2])."""
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
         entropy = None

@@ -5,9 +5,10 @@
 For given data and keys, the seed and a Position, which checkpoints contain, determine the rows that
 follow. Every rank reads and tokenises all records, and keeps the rows of its data-parallel rank. A
 resumed run seeks to the bytes where its block began, reads that block again, and tokenises the
-current chunk of records again. Earlier records are read again only in compressed, .json and
-.parquet files. The data repeats endlessly, each pass in another order if it is shuffled; a step may
-contain the end of one pass and the beginning of the next.
+current chunk of records again. Earlier records are read again only in files that are not read line
+by line, in compressed files, and at the start of files, for their format and report(). The data
+repeats endlessly, each pass in another order if it is shuffled; a step may contain the end of one
+pass and the beginning of the next.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ _HEAD_BYTES = 1 << 20  # a file is identified by its size and this many bytes
 class Position:
     """A position in a TokenStream, from which reading resumes; checkpoints contain it.
 
-    passes: completed passes over all records.
+    passes: completed passes over the mixed datasets.
     turns, exhausted: state of Turns, which mixes the datasets.
     places: where each dataset's current block of records begins; None: at its first record.
     chunk, sample, token: index of the chunk in the block, the sample in the chunk, the token in the
@@ -76,8 +77,8 @@ class TokenStream:
 
     readers: one per dataset. encoder: tokenises records. seed: of the shuffling and mixing.
     data_args: with the keys of DataArguments and StreamArguments. packs: True to put whole samples,
-    in order, into rows of at most cutoff_len tokens, without attention across documents. Every rank
-    must read the same files.
+    in order, into rows of at most cutoff_len tokens (a longer pair has its own row), without
+    attention across documents. Every rank must read the same files.
     """
 
     def __init__(
@@ -218,8 +219,9 @@ class TokenStream:
             yield record
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
-        """Yield (position, documents) for each sample from `position` on, endlessly: blocks are
-        shuffled, then tokenised in chunks. ValueError if a whole pass gives no sample."""
+        """Yield (its position, documents) for each sample from `position` on, endlessly: blocks are
+        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError if a whole
+        pass gives no sample."""
         chunk = position.chunk
         done = position.sample
         passes = position.passes
@@ -268,7 +270,7 @@ def _packed(
     samples: Iterator[Any], capacity: int
 ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
     """Yield (documents, position after them) for rows that hold as many whole samples, in order, as
-    fit into `capacity` tokens."""
+    fit into `capacity` tokens, and at least one."""
     row: list[dict[str, Any]] = []
     used = 0
     for position, documents in samples:

@@ -62,8 +62,8 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The name with * for numbers of layers, experts and micro-batches: tensors of one group
-        share a bound. Outputs are not grouped."""
+        """The name with * for each number, such as a layer's, an expert's or a micro-batch's:
+        tensors of one group share a bound. Outputs are not grouped."""
         return self.name if self.kind == "outputs" else re.sub(r"\d+", "*", self.name)
 
 
@@ -83,10 +83,10 @@ def compare(plan: run.Plan) -> list[Row]:
     """Run a plan's first step in its layout and in plain torch -> a Row per tensor in the order of
     a step, on global rank 0; [] on other ranks.
 
-    Dropout is off in transformers' models, and must be off in other models. Adapters that would
-    start at 0 get small values. Memory of rank 0, besides its share of the layout: 8 bytes per
-    parameter of the whole model (16 in float32), 4 in host memory, and the outputs of all layers
-    for one row. Raises ValueError, on every rank, for a model that rank 0 cannot run. Collective.
+    Dropout must be off in the layout. Adapters that would start at 0 get small values. Memory of
+    rank 0, besides its share of the layout: 8 bytes per parameter of the whole model (16 in
+    float32), 4 in host memory, and the outputs of all layers for one row. Raises ValueError, on
+    every rank, for a model that rank 0 cannot run. Collective.
     """
     if not plan.arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are compared with plain torch", "use_mca: true")
@@ -147,7 +147,7 @@ def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
 
 class _Part:
     """Keeps this rank's share of the layers' outputs during the step, by hooks: for the first row
-    of the first micro-batch."""
+    of the first micro-batch, on data-parallel rank 0 only."""
 
     def __init__(self, trainer: Any, batch: dict[str, Any]) -> None:
         self.backend = trainer.backend
@@ -297,9 +297,10 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
     """Compute a training step in a transformers model on this rank, once exactly and once rounded
     -> [oracle, noise, least noise], each a dict by tensor name.
 
-    The oracle has the tensors of the exact step: float64, or float32 if the run trains in bf16.
-    noise: norm of the difference between the rounded step (float32, or bf16) and the oracle. least
-    noise: the least difference that counts as noise; empty if the run does not train in bf16.
+    The oracle has the tensors of the exact step, computed in float64, or float32 if the run trains
+    in bf16. noise: norm of the difference between the rounded step (float32, or bf16) and the
+    oracle. least noise: the least difference that counts as noise; empty if the run does not train
+    in bf16.
     """
     by_replica = sorted(shares, key=lambda share: share.replica)
     batches = [batch for share in by_replica for batch in share.batches]
@@ -341,7 +342,7 @@ def _least_noise(
 
 
 def _hf_config(plan: run.Plan) -> Any:
-    """The model's transformers config, with dropout set to 0."""
+    """The model's transformers config, with the dropout rates at its top level set to 0."""
     keys = plan.arguments.model
     values = plan.arguments.model_config
     config = model_config.load_hf_config(str(plan.model.folder), keys.trust_remote_code, values)
@@ -388,9 +389,9 @@ def _plain_step(
     dtype: torch.dtype,
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
-    model on this rank. dtype: the precision of the model's weights. trainer: the trainer in the
-    layout. batches: the micro-batches of all ranks. places: positions in the row whose logits are
-    compared."""
+    model on this rank. dtype: of the model's weights; beside bf16, adapters stay float32. trainer:
+    the trainer in the layout. batches: the micro-batches of all ranks. places: positions in the row
+    whose logits are compared."""
     bf16 = dtype == torch.bfloat16
     plain = _plain_trainer(plan, trainer, bf16)
     model = plain.model

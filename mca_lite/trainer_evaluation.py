@@ -1,7 +1,7 @@
 """Forward passes over a dataset: metrics, and log-probabilities of samples.
 
-A sample is one document, or a pair. There is one result per sample, at its index in the dataset:
-packs are unpacked, and neither the layout nor the order of computation matters."""
+A sample is one document, or two, such as a pair. Results per sample stand at its index in the
+dataset: packs are unpacked, and neither the layout nor the order of computation matters."""
 
 import functools
 import itertools
@@ -28,7 +28,8 @@ class PredictionOutput(NamedTuple):
     """The result of predict(), with transformers' names.
 
     predictions: float64 [samples, 2]: the sum of log-probabilities of a sample's trained tokens,
-    and their number. For pairs [samples, 2, 2], chosen before rejected.
+    and their number. For pairs [samples, 2, 2], chosen before rejected. A reward model's are its
+    scores [pairs, 2].
     label_ids: None, because tokens are not gathered.
     metrics: {name with prefix: value over all ranks}."""
 
@@ -173,7 +174,8 @@ class Evaluator:
         self, dataset: Any, run: Callable[[list[dict[str, Any]], int], list[Any]]
     ) -> Iterator[list[tuple[list[int], Any]]]:
         """Run one pass over a dataset, and yield for each step a list [(sample indices, result of
-        run(micro-batches, length))], with one pair per micro-batch of this rank.
+        run(micro-batches, length))], with one pair per micro-batch of this rank, except those that
+        only fill up the pipeline's schedule.
 
         On pipeline stages before the last the list is []. ValueError if a packed row's documents
         cannot be matched with its samples."""
@@ -203,7 +205,7 @@ class Evaluator:
     def log_probabilities(self, dataset: Any) -> np.ndarray:
         """One pass over a dataset -> float64 [samples, documents per sample, 2] on every rank: for
         each document the sum of log-probabilities over its trained tokens, and their number. A pair
-        has two documents, chosen and rejected."""
+        has two documents, chosen before rejected."""
         count = self.trainer.documents_per_sample
 
         def collect(
