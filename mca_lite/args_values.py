@@ -56,12 +56,14 @@ ConfigLoader.add_implicit_resolver(
 
 def loads_yaml(text: str) -> Any:
     """Parse YAML or JSON text with ConfigLoader: numbers and booleans without a tag stay text.
-    Raises yaml.YAMLError; a tag that does not fit its value, such as !!bool x, raises other errors.
+    Raises yaml.YAMLError, for a tag that does not fit its value too, such as !!bool x.
     """
     try:
         return yaml.load(text, Loader=ConfigLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deep") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise yaml.YAMLError(f"a tag does not fit its value: {error}") from None
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise yaml.YAMLError("expected key: value lines")
         return {str(key): value for key, value in values.items()}
-    except Exception as error:  # a tag such as !!bool may raise any of Python's errors
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
         reason = f"it cannot be read: {getattr(error, 'problem', error)}{line}"
@@ -129,7 +131,7 @@ def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict[str
 
 def _parse(text: str) -> Any:
     """The value of a JSON or YAML text. If `text` ends in .json, it is the name of a file to read
-    instead. Raises ValueError if that fails; for a wrong tag see loads_yaml()."""
+    instead. Raises ValueError if that fails."""
     try:
         if text.endswith(".json"):
             text = Path(text).read_text(encoding="utf-8")

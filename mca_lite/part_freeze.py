@@ -61,7 +61,7 @@ def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> 
         "it is not supported together with frozen layers",
         "mtp_num_layers: 0",
     )
-    named = {module for module, name in outer.items() if name in extras}
+    named = {m for m, name in outer.items() if any(_fits(name, wish) for wish in extras)}
     for module, (layer, name) in inner.items():
         if layer in layers and any(_fits(name, wish) for wish in wanted):
             named.add(module)

@@ -78,6 +78,11 @@ CASES = {
         ),
         r"\.layers\.3\.(self_attn|input_layernorm)\.|model\.norm\.|lm_head",
     ),
+    "outside": (
+        "llama",
+        dict(freeze_trainable_layers=0, freeze_extra_modules="all"),
+        r"embed_tokens|model\.norm\.|lm_head",
+    ),
     "experts": ("qwen3_moe", dict(freeze_trainable_layers=1), r"\.layers\.3\."),
 }
 
@@ -132,7 +137,7 @@ FEW = ["pp2", "torch"]
     "case, layout",
     thinned(["last"], DENSE, ["last"], [])
     + thinned(["head", "tied"], DENSE, [], ["tp2_sp", "pp2_vpp2", "torch"])
-    + thinned(["first", "mlp_of_all"], DENSE, [], FEW)
+    + thinned(["first", "mlp_of_all", "outside"], DENSE, [], FEW)
     + [cell("experts", "ep2"), cell("experts", "torch")],
 )
 def test_frozen_models_train_as_in_plain_torch(case, layout, references, trained):

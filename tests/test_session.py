@@ -3,6 +3,7 @@ formulas on whole logits in plain transformers, in every layout.
 """
 
 import functools
+import math
 
 import pytest
 import torch
@@ -105,6 +106,8 @@ def refusals(folder: str) -> dict:
     session.forward_backward([good], "cross_entropy")
     found["denominator"] = session_tools.refusal(session.optim_step, denominator=0.0)
     found["betas"] = session_tools.refusal(session.optim_step, betas=(0.9, 1.0))
+    endless = dict(lr=math.inf, max_grad_norm=math.inf)
+    found["lr"] = session_tools.refusal(session.optim_step, **endless)
     session.forward_backward_custom([good], weighted_sum, last=True)
     found["after the last"] = add()
     found["denominators"] = session_tools.refusal(session.optim_step)
@@ -133,6 +136,7 @@ def test_wrong_calls_are_refused_in_words(oracle):
         "update": "call forward_backward first",
         "denominator": "expected a number above 0, got 0.0",
         "betas": "betas: expected two numbers from 0 to below 1, got (0.9, 1.0)",
+        "lr": "lr: expected a number of 0 or more, got inf",
         "after the last": "forward_backward after last=True",
         "denominators": "one update has one denominator",
         "discarded": "call forward_backward first",
