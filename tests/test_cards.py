@@ -40,6 +40,7 @@ def check(lines: dict[str, dict]) -> None:
 trainers = "mca_lite", "transformers"
 
 
+@pytest.mark.full
 def test_a_card_finds_its_tensors_again():
     check(lines_of("gpt-oss-20b", "round trip", "resume, LoRA"))
 

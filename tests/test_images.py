@@ -333,6 +333,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.full
 def test_a_large_picture_is_in_memory_once(tmp_path):
     write_model(tmp_path / "model", picture_tokenizer())
     names = [draw(tmp_path / "small.png")]

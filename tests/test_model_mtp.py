@@ -759,7 +759,7 @@ def resumed(path: str, out: str, **keys) -> tuple:
 
 
 def refusals(path: str, llama: str, plain: str, tied: str) -> list:
-    from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, part_lora
+    from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments
     from mca_lite.model import load_torch_model
 
     args = TrainingArguments(output_dir="unused", mtp_num_layers=1)
@@ -770,7 +770,6 @@ def refusals(path: str, llama: str, plain: str, tied: str) -> list:
         lambda: AutoModel.from_pretrained(plain, args),
         lambda: AutoModel.from_pretrained(tied, args),
         lambda: DPOTrainer(AutoModel.from_pretrained(path, args), args=args),
-        lambda: part_lora.inject(AutoModel.from_pretrained(path, args), part_lora.LoraSpec()),
     ):
         with pytest.raises(ValueError) as error:
             attempt()
@@ -786,10 +785,10 @@ def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
         assert "mtp_num_layers" in text
     assert "plain torch" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2]
     assert "a deepseek_v3 model whose embedding is its head" in got[3]
-    assert "preference" in got[4] and "adapters" in got[5]
+    assert "preference" in got[4]
 
 
-@pytest.mark.parametrize("word", ("use_mca=false", "stage=dpo", "finetuning_type=lora"))
+@pytest.mark.parametrize("word", ("use_mca=false", "stage=dpo"))
 def test_a_run_whose_loss_cannot_look_ahead_is_refused_before_it_starts(word, path, tmp_path):
     words = [
         f"model_name_or_path={path}",

@@ -168,6 +168,14 @@ EXPERTS = {
 }
 
 
+FEW = "one", "bf16_packed", "ep2_bf16", "tp2_sp_bf16", "pp2_vpp2_full"
+
+
+def in_few(layouts) -> list:
+    """The layouts as parameters; those of FEW in `make test`, the others in `make test-all`."""
+    return [pytest.param(n, marks=[] if n in FEW else [pytest.mark.full]) for n in layouts]
+
+
 @pytest.mark.parametrize("layout", DENSE)
 def test_a_quantised_base_trains_as_its_rounded_weights(layout, bases, tmp_path):
     check_same(bases, "qwen3", "nf4", DENSE[layout], tmp_path)
@@ -178,12 +186,12 @@ def test_a_quantised_mixture_does(layout, bases, tmp_path):
     check_same(bases, "qwen3_moe", "nf4", EXPERTS[layout], tmp_path)
 
 
-@pytest.mark.parametrize("layout", DENSE)
+@pytest.mark.parametrize("layout", in_few(DENSE))
 def test_a_quantised_model_with_pictures_does(layout, bases, tmp_path):
     check_same(bases, "qwen2_5_vl", "nf4", DENSE[layout], tmp_path, data=pictures.samples())
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize("layout", in_few(EXPERTS))
 def test_a_quantised_mixture_with_pictures_does(layout, bases, tmp_path):
     check_same(bases, "qwen3_vl_moe", "nf4", EXPERTS[layout], tmp_path, data=pictures.samples())
 
@@ -193,7 +201,7 @@ AHEAD_LAYOUTS = {**EXPERTS, **DENSE}
 del AHEAD_LAYOUTS["tp2"]
 
 
-@pytest.mark.parametrize("layout", AHEAD_LAYOUTS)
+@pytest.mark.parametrize("layout", in_few(AHEAD_LAYOUTS))
 def test_a_quantised_base_with_layers_for_prediction_does(layout, bases, tmp_path):
     """The adapters are on the decoder, and the prediction layers' loss trains them too."""
     where = AHEAD_LAYOUTS[layout]

@@ -131,6 +131,7 @@ def curves(path: str, out: str) -> list:
     return [train(path, f"{out}/{i}", **keys, **more) for i, more in enumerate(({}, EIGHT))]
 
 
+@pytest.mark.full
 def test_200_steps_are_those_of_float32_moments_but_for_rounding(path, tmp_path):
     """Below a loss of 0.3 the samples are known by heart, and rounding decides."""
     [(wanted, got)] = world.run(curves, 1, path, str(tmp_path), timeout_s=300)

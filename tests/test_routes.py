@@ -77,10 +77,11 @@ def replaying(model, samples: list[dict], routes: list) -> None:
     routes_of = {tuple(map(int, sample["input_ids"])): of_sample for sample, of_sample in pairs}
     given = {}
 
-    def choose(module, inputs):
-        given["routes"] = routes_of[tuple(inputs[0][0].tolist())]
+    def choose(module, inputs, keywords):
+        ids = inputs[0] if inputs else keywords["input_ids"]
+        given["routes"] = routes_of[tuple(ids[0].tolist())]
 
-    model.register_forward_pre_hook(choose)
+    model.register_forward_pre_hook(choose, with_kwargs=True)
 
     def replay(index, module, inputs, output):
         logits, weights, experts = output
