@@ -188,8 +188,8 @@ def measure_all(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]
 
 
 def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The values of a Hugging Face config (a dict) that decide the shapes of weights, such as
-    hidden_size."""
+    """The values of a Hugging Face config (a dict) that tell a checkpoint's model from another:
+    those of _MODEL_KEYS, such as hidden_size."""
     text = text_values(hf_config)
     return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
 

@@ -347,12 +347,11 @@ def compiling_later() -> Iterator[None]:
     """A context that saves seconds of import time: modules imported in it do not load torch's
     compiler (torch._dynamo) and sympy, unless a module imports them by name.
 
-    Three causes are deferred. megatron-core decorates fused functions with torch.compile: each
-    function compiles at its first call, and only Transformer Engine's layers call such functions.
-    megatron-core imports torch's distributed tensors, which import the compiler's symbolic shapes
-    and with them sympy: the modules load when a function needs them. torch loads the compiler to
-    exclude some Python operators from compilation, such as attention for packed rows: until
-    something else has loaded the compiler, these operators run without the exclusion.
+    Three things load them otherwise, and wait here. megatron-core decorates fused functions with
+    torch.compile: each function compiles at its first call instead. megatron-core imports torch's
+    distributed tensors, which import the compiler's symbolic shapes and with them sympy: these load
+    when a function needs them. torch excludes some Python operators from compilation, such as
+    attention for packed rows: they run without the exclusion until the compiler is loaded.
     """
     # also find the originals if another copy of the package is inside this context
     before = [getattr(x, "original", x) for x in (torch.compile, torch._disable_dynamo)]

@@ -169,7 +169,7 @@ class Collator:
     concatenated over rows if it is for inputs other than text.
 
     Raises ValueError for anything but samples, for wrong values, and for a column that only some
-    documents have, unless it is registered or of images and other inputs.
+    documents have, unless it is attention_mask, registered, or of images and other inputs.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -527,7 +527,8 @@ class _MicroBatches:
 class _Filled(Dataset):
     """A map-style dataset with a user's collate function, for BatchPlans with fillers. `self[i]` is
     (i, sample); index FILLER gives sample 0. collate() masks a filler's row: labels IGNORE_INDEX,
-    attention_mask 0. A ValueError of the user's function gets the sample indices added."""
+    and attention_mask 0 if the batch has one. A ValueError of the user's function gets the sample
+    indices added."""
 
     def __init__(self, dataset: Any, collate: Callable[..., Any]) -> None:
         self.dataset = dataset

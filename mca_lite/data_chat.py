@@ -284,8 +284,8 @@ class ChatRenderer:
             raise ValueError(f"{where}: {error}") from error
 
     def reads(self, option: str) -> bool:
-        """True if the text of one of the tokenizer's chat templates contains `option`, the name of
-        a template variable."""
+        """True if `option`, the name of a template variable, stands in the tokenizer's chat
+        templates, read as one text."""
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[Message], trained: str) -> Rendered:

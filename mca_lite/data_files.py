@@ -140,9 +140,10 @@ def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str
     """{file: kind} for a dataset on the Hugging Face hub, downloaded unless cached. here: where the
     dataset is named, for messages.
 
-    entry: the dataset's keys in dataset_info.json. They select the files below `folder` and
-    `subset` whose path contains the word `split`. The default is train, or all files if no path
-    contains that. Raises ValueError if the dataset cannot be read or no file is selected.
+    kind: the file's ending, which selects the reader. entry: the dataset's keys in
+    dataset_info.json. They select the files below `folder` and `subset` whose path contains the
+    value of its key `split`. Without that key the value is train, and all files are taken if no
+    path contains it. Raises ValueError if the dataset cannot be read or no file is selected.
     """
     from huggingface_hub import snapshot_download
 

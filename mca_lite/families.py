@@ -72,8 +72,8 @@ def _without_rope(is_without: Iterable[bool]) -> dict[str, list[int]]:
 
 
 def _exaone4(hf: Any) -> dict[str, Any]:
-    """Config fields for EXAONE 4: layers without a sliding window have no rotary embedding. If no
-    layer has a window, every layer has a rotary embedding."""
+    """Config fields for EXAONE 4: layers without a sliding window have no rotary embedding. If
+    sliding_window is null, every layer has one."""
     if hf.sliding_window is None:
         return {}
     return _without_rope(name == "full_attention" for name in hf.layer_types)

@@ -357,7 +357,7 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def thinker_values(values: dict[str, Any]) -> dict[str, Any]:
     """The part of a config.json that describes the trained model: thinker_config if the model also
-    generates speech, because only its thinker (the language model) is trained; else everything."""
+    generates speech, because only its thinker is trained; else everything."""
     return values.get("thinker_config") or values
 
 

@@ -234,8 +234,9 @@ class Inputs:
         features, change).
 
         features: one tensor for each of the first decoder layers, to add to its output.
-        change(embeddings, slots): inserts the features into the embeddings of the tokens ahead, for
-        multi-token prediction; None if the micro-batch has no features. columns: the micro-batch's
+        change(embeddings, slots): replaces embeddings of the tokens ahead, for multi-token
+        prediction, by the features whose indices are in slots (-1: none); None if this rank
+        computed no features. columns: the micro-batch's
         input columns. shared: keyword arguments for the layers; entries are added in place. This
         base class raises ValueError, because a text model takes no such columns.
         """

@@ -566,7 +566,8 @@ def load_hf_config(
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool) -> Any:
-    """transformers' tokenizer of a folder or hub model. ConfigError if it is missing or damaged."""
+    """transformers' tokenizer of a folder or hub model. ConfigError if it cannot be loaded,
+    or if a folder has no vocabulary file and trust_remote_code is off."""
     import transformers
 
     try:

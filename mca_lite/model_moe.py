@@ -496,9 +496,10 @@ def _add_gradient(
 
 
 class ExpertsProduct(torch.autograd.Function):
-    """Each expert's rows of x [T, in] times its transposed matrix in weight [n, ..., out, in] ->
-    [T, out]. Backward adds a trained weight's gradient to its main_grad, and gives megatron's DDP
-    hook an uninitialised tensor instead."""
+    """Each expert's rows of x [T, in] times its transposed matrix -> [T, out]. weight: [experts,
+    ..., in], read as [experts, out, in]. ends: int32 [experts], where each expert's rows end.
+    Backward adds a trained weight's gradient to its main_grad, and gives megatron's DDP hook an
+    uninitialised tensor instead."""
 
     @staticmethod
     def forward(

@@ -161,9 +161,9 @@ def _outputs(
     states: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Outputs of all chunks [chunks C, b, n, v] in `dtype`: each query reads the state before its
-    chunk, and what tokens in its chunk wrote. q, scores: from _chunk_parts. written, states: from
-    ChunkStates."""
+    """Outputs of all chunks [s, b, n, v] in `dtype`, where s is chunks * C: each query reads the
+    state before its chunk, and what tokens in its chunk wrote. q, scores: from _chunk_parts.
+    written, states: from ChunkStates."""
     out = (q @ states + scores @ written).flatten(2, 3)
     return out.permute(2, 0, 1, 3).to(dtype)
 

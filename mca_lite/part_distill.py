@@ -430,9 +430,9 @@ class DistillTrainer(ScoredTrainer):
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """Add "teacher" to each micro-batch -> the micro-batches. If rows are stored it is a
-        Cached. Otherwise the teacher runs forward (collective), and it is a Resident; pipeline
-        stages before the last then add nothing."""
+        """Add "teacher" to each micro-batch -> the micro-batches. With teacher_top_k the value is a
+        Cached, which reads stored log-probabilities. Otherwise the teacher runs forward
+        (collective), and the value is a Resident; pipeline stages before the last add nothing."""
         if self._k:
             return [
                 {**batch, "teacher": Cached(self._read, self._numbers_of(batch))}

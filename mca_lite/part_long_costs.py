@@ -25,8 +25,8 @@ class Kept(NamedTuple):
 
 
 def results(config: Any, layer: int, sizes: Any) -> float:
-    """Bytes per token that recompute_keep keeps of a layer (counted from 0): attention's output, w
-    n v, and its log-sum-exps, 4 n. 0 for linear attention, and without recompute_keep. sizes:
+    """Bytes per token that recompute_keep keeps of a layer (counted from 0): attention's output and
+    a float32 log-sum-exp per head. 0 for linear attention, and without recompute_keep. sizes:
     RankSizes."""
     if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
         return 0.0

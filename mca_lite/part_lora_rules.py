@@ -102,8 +102,8 @@ def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tupl
 
 
 def _is_match(target: str, candidate: Keys) -> bool:
-    """True if a target other than a whole Hugging Face name (see resolve_targets) matches this
-    candidate module.
+    """True if a target of lora_target matches this candidate module: "all", the end of a name, a
+    glob pattern or a regular expression. Whole Hugging Face names are matched by resolve_targets.
     """
     if target in ALL_LINEAR:
         return candidate.in_all

@@ -339,7 +339,7 @@ class Pictures(Inputs):
 
     @functools.cached_property
     def hf_config(self) -> dict[str, Any]:
-        """The contents of the model's config.json as a dict."""
+        """The model's Hugging Face config as a dict."""
         return getattr(self.config, "hf_config", None) or self.config.to_dict()
 
     @property

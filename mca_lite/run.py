@@ -305,7 +305,8 @@ def build_model(plan: Plan) -> Any:
 
 def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
     """Build a planned model on this rank and load its weights, or draw them if it is trained from
-    scratch; nothing is frozen yet -> VirtualModels, or a transformers model with use_mca: false."""
+    scratch; only quantised weights are frozen yet -> VirtualModels, or a transformers model with
+    use_mca: false."""
     # a copy, because megatron-core stores functions of the optimizer in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed

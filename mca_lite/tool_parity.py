@@ -323,10 +323,10 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
 def _least_noise(
     plan: run.Plan, batches: list[dict[str, Any]], oracle: dict[str, Any]
 ) -> dict[Name, float]:
-    """The smallest relative difference from the float32 oracle that counts as an error in a bf16
-    run: {tensor's name: number}, _LOSS for a loss. In a model with experts rounding may send one
-    token to another expert, so other tensors get that token's share of a norm, 1 / sqrt(n). n: an
-    output's length; for an expert's gradient, the tokens that it gets on average; else all tokens.
+    """The least relative noise that is assumed in a bf16 run: {tensor's name: number}. A loss gets
+    _LOSS. In a model with experts rounding may send one token to another expert, so each output
+    and gradient gets one token's share of a norm, 1 / sqrt(n), where n is an output's length, the
+    mean number of tokens per expert for an expert's gradient, and else the number of tokens.
     """
     values = values_of(_hf_config(plan))
     tokens = sum(batch["input_ids"].numel() for batch in batches)

@@ -94,8 +94,7 @@ class Numbers:
 
     def counts(self) -> list[float]:
         """[tokens, squared document lengths, image patches, squared patches, frames of audio,
-        positions with padding], as data_batches.count_tokens sums the first five. Waits for the
-        device."""
+        positions, padding included], as set_counts() got them. Waits for the device."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
 
 
 def row_sizes(row: Row, total: int, config: Any) -> list[int]:
-    """Row counts of the Hugging Face tensors that make up a megatron tensor of `total` rows."""
+    """Row counts of the Hugging Face tensors that make up a megatron tensor of `total` rows, a
+    vocabulary's padding included."""
     return [sum(parts) for parts in row_parts(row, total, config)]
 
 
