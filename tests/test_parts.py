@@ -82,10 +82,13 @@ def case(*parts: str) -> dict:
 
 
 CASES = {"whole": case(), **{part: case(part) for part in PARTS}, removal.ALL: case(*PARTS)}
+# in `make test`: the copy without any part, and every third one that lacks one part
+SHORT = ("whole", removal.ALL, *list(PARTS)[::3])
+NAMES = [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.full]) for n in CASES]
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory):
+def facts(request, tmp_path_factory):
     """name of a case, and of a report of removal.py -> what was seen"""
     out = tmp_path_factory.mktemp("removal")
     site_packages = str(Path(numpy.__file__).parents[1])
@@ -94,7 +97,10 @@ def facts(tmp_path_factory):
     (out / "full.json").write_text(json.dumps(parse_args(words).to_yaml_dict()))
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-S", "-m", "tests.shared.removal", str(out), site_packages]
-    subprocess.run([*command, json.dumps(CASES)], cwd=ROOT, env=env, check=True)
+    own = [item for item in request.session.items if item.module is request.module]
+    asked = {item.callspec.params.get("name") for item in own if hasattr(item, "callspec")}
+    cases = {n: CASES[n] for n in CASES if n in {"whole", removal.ALL, *asked}}
+    subprocess.run([*command, json.dumps(cases)], cwd=ROOT, env=env, check=True)
 
     def read(name: str, report: str) -> dict:
         found = json.loads(Path(out, f"{name}.{report}.json").read_text())
@@ -104,7 +110,7 @@ def facts(tmp_path_factory):
     return read
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
     seen = facts(name, "keys")
     assert not seen["torch"] and seen["good"] == seen["full"] == []
@@ -140,7 +146,7 @@ def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
         assert f"\n  {key} (" in seen["help"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_package_without_a_part_plans_and_trains_with_the_same_losses(facts, name):
     seen = facts(name, "run")
     assert seen["home"].endswith(f"/{name}/mca_lite/__init__.py")
@@ -149,7 +155,7 @@ def test_the_package_without_a_part_plans_and_trains_with_the_same_losses(facts,
     assert "model.safetensors" in seen["exported"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_the_whole_package_goes_on_unless_it_needs_a_missing_part(facts, name):
     seen = facts(name, "run")["resumed"]
     assert seen["changed"] == {}
