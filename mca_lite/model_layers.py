@@ -30,6 +30,7 @@ from .mcore import (
     tensor_parallel,
 )
 from .model_attention import build_attention, recomputes
+from .model_linears import zeros_from
 from .model_moe import Mixture, mlp_parts
 from .model_norms import RMSNorm, hidden_norm
 from .parallel import device
@@ -137,13 +138,16 @@ class Layer(MegatronModule):
         self,
         hidden_states: torch.Tensor,
         padding_mask: torch.Tensor | None = None,
+        ends_unit: bool = False,
         **of_attention: Any,
     ) -> torch.Tensor:
         """Return the layer's output for hidden_states, in the same shape [s, b, h], or [s / tp, b,
         h] under sequence parallelism.
 
         padding_mask: bool [b, s] (or [b, s / tp]), True for padding; only the router of a MoE layer
-        uses it. of_attention: packed_seq_params and other keywords of the attention module.
+        uses it. ends_unit: the layer is the last of a recomputed unit, so that nobody reads the
+        values of its output in the recomputation: its MLP's last matmul is then left out.
+        of_attention: packed_seq_params and other keywords of the attention module.
         """
         normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
         out = self.self_attention(normed, **of_attention)
@@ -153,12 +157,19 @@ class Layer(MegatronModule):
         if isinstance(self.mlp, Mixture):
             out = self.mlp(normed, padding_mask=padding_mask)
         elif self.recomputes_mlp:
-            out = recomputed(self.config, self.mlp, normed)
+            out = recomputed(self.config, functools.partial(self._mlp, True), normed)
         else:
-            out = self.mlp(normed)
+            out = self._mlp(ends_unit and self.mlp_bda.norm is None, normed)
         drop(out[0])
         out = self.mlp_bda(out, residual)
         return out if self.layer_scalar is None else out * self.layer_scalar
+
+    def _mlp(self, ends_unit: bool, x: torch.Tensor) -> Any:
+        """The dense MLP's output for x, and its bias or None. ends_unit: as in forward(); a
+        recomputation is the pass with gradients enabled."""
+        is_read = not (ends_unit and torch.is_grad_enabled())
+        with contextlib.nullcontext() if is_read else zeros_from(self.mlp.linear_fc2):
+            return self.mlp(x)
 
     def _normed(
         self, norm: torch.nn.Module, x: torch.Tensor
@@ -263,7 +274,7 @@ class Block(MegatronModule):
             if config.fp8_recipe == "delayed":  # one context for all layers; others: one per layer
                 stack.enter_context(get_fp8_context(config))
             for layers, again in self._units():
-                run = functools.partial(self._run, layers, shared)
+                run = functools.partial(self._run, layers, shared, again)
                 if again:
                     run = functools.partial(recomputed, config, run)
                 # passed as inputs: recomputation would lose the gradients of captured tensors
@@ -288,15 +299,22 @@ class Block(MegatronModule):
         return [(self.layers[start : start + count], True) for start in starts]
 
     def _run(
-        self, layers: Any, shared: dict[str, Any], hidden_states: torch.Tensor, *added: torch.Tensor
+        self,
+        layers: Any,
+        shared: dict[str, Any],
+        again: bool,
+        hidden_states: torch.Tensor,
+        *added: torch.Tensor,
     ) -> torch.Tensor:
-        """Apply `layers` one after another. shared: keywords of Layer.forward. added: one tensor
-        for each of the first layers, which is added to its output."""
+        """Apply `layers` one after another. shared: keywords of Layer.forward. again: they are
+        recomputed as one unit. added: one tensor for each of the first layers, which is added to
+        its output."""
         one_each = self.config.fp8_recipe != "delayed"
         for i, layer in enumerate(layers):
             number = layer.layer_number - 1
             with get_fp8_context(self.config, number) if one_each else contextlib.nullcontext():
-                hidden_states = layer(hidden_states, **shared)
+                ends_unit = again and layer is layers[-1]
+                hidden_states = layer(hidden_states, ends_unit=ends_unit, **shared)
             if i < len(added):
                 hidden_states = hidden_states + added[i]
         return hidden_states

@@ -5,7 +5,8 @@ part_overlap.py. Otherwise they overlap only in the backward pass of column-para
 Weights, initialisation and checkpoints stay megatron's.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,9 @@ class RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.constants = weight, way
+        if gives_zeros(weight):
+            tokens = len(x) // (way.group.size() if way.cuts_tokens else 1)
+            return x.new_zeros(tokens, *x.shape[1:-1], len(weight))
         if way.cuts_tokens:
             return multiply_scatter(x, weight.t(), way)
         out = F.linear(x, weight)
@@ -104,6 +108,22 @@ class RowProduct(torch.autograd.Function):
         if x is not None:
             of_weight = _of_weight(weight, x, grad, way.accumulates)
         return of_x, of_weight, None
+
+
+@contextlib.contextmanager
+def zeros_from(linear: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which a RowLinear returns zeros and does no matmul, with the gradients of
+    the matmul: for a recomputation whose output nobody reads. Other linears run as usual."""
+    linear.weight.gives_zeros = True
+    try:
+        yield
+    finally:
+        del linear.weight.gives_zeros
+
+
+def gives_zeros(weight: torch.Tensor) -> bool:
+    """True for the weight of a linear inside zeros_from()."""
+    return hasattr(weight, "gives_zeros")
 
 
 class _Linear:

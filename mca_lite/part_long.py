@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from . import world
 from .errors import Judge
 from .model_attention import CoreAttention
+from .model_linears import gives_zeros, zeros_from
 from .model_moe import Mixture
 from .part_cudnn import keepers
 
@@ -372,13 +373,22 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., Any], rows: int, count: int, *tensors: torch.Tensor
+        ctx: Any,
+        run: Callable[..., Any],
+        rows: int,
+        count: int,
+        is_read: bool,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
         """Run the tiles -> output [t, ...]. rows: rows per tile. tensors: first `count` tensors to
-        cut into tiles, then the trained parameters that `run` uses, which get gradients."""
+        cut into tiles, then the trained parameters that `run` uses, which get gradients. is_read:
+        False if nobody reads the output's values; it is then zeros in the first tensor's shape, and
+        no tile is run."""
         ctx.of_run = run, rows
         ctx.parameters = tensors[count:]
         ctx.save_for_backward(*tensors[:count])
+        if not is_read:
+            return torch.zeros_like(tensors[0])
         out = None
         for start in _starts(tensors[0], rows):
             tiles = [x[start : start + rows] for x in tensors[:count]]
@@ -393,7 +403,7 @@ class Tiles(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         run, rows = ctx.of_run
         whole = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3 : 3 + len(whole)]
+        needs = ctx.needs_input_grad[4 : 4 + len(whole)]
         pairs = list(zip(whole, needs, strict=True))
         grads: list[Any] = [torch.empty_like(x) if need else None for x, need in pairs]
         sums: list[Any] = [None] * len(ctx.parameters)
@@ -410,7 +420,7 @@ class Tiles(torch.autograd.Function):
                 into[start : start + rows] = of_tile
             of_parameters = zip(ctx.parameters, sums, found[len(wanted) :], strict=True)
             sums = [_added(*each) for each in of_parameters]
-        return None, None, None, *grads, *sums
+        return None, None, None, None, *grads, *sums
 
 
 def _starts(x: torch.Tensor, rows: int) -> range:
@@ -435,22 +445,30 @@ def _added(
     return gradient.float() if total is None else total.add_(gradient)
 
 
-def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
+def _tiled(
+    module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor, is_read: bool = True
+) -> torch.Tensor:
     """Apply Tiles to `tensors`, with gradients for the module's trained parameters. run(start,
-    *tiles): the output for the rows from `start` on. rows: rows per tile; below 1 counts as 1."""
+    *tiles): the output for the rows from `start` on. rows: rows per tile; below 1 counts as 1.
+    is_read: see Tiles.forward."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Tiles.apply(run, max(rows, 1), len(tensors), *tensors, *trained)
+    return Tiles.apply(run, max(rows, 1), len(tensors), is_read, *tensors, *trained)
 
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     """An MLP's forward pass on x [t, b, h], size // b positions (at least one) at a time ->
     (output, None). The bias is added inside the tiles."""
 
+    last = module.linear_fc2
+
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
-        out, bias = type(module).forward(module, tile)
+        # with gradients, in Tiles' backward pass, nobody reads the output
+        with zeros_from(last) if torch.is_grad_enabled() else contextlib.nullcontext():
+            out, bias = type(module).forward(module, tile)
         return out if bias is None else out + bias
 
-    return _tiled(module, run, size // x.shape[1], x), None
+    is_read = not gives_zeros(last.weight)
+    return _tiled(module, run, size // x.shape[1], x, is_read=is_read), None
 
 
 def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:

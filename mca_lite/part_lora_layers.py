@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from . import parallel
 from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
-from .model_linears import experts_product
+from .model_linears import experts_product, gives_zeros
 from .part_lora_patterns import LoraSpec
 from .part_lora_product import AdaptedExperts, AdaptedProduct, with_room
 
@@ -334,7 +334,9 @@ class LoraAdapter(Adapter):
             x = parallel.sum_gradients(x, self.group)
         elif self.cut == ROW and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
-        room = with_room(weight, len(self.lora_A), self._rooms)
+        room = None
+        if not gives_zeros(weight):
+            room = with_room(weight, len(self.lora_A), self._rooms)
         out = AdaptedProduct.apply(x, weight, room, a, b, self.scale, gathers, again)
         return self._summed(out) if self.cut == ROW else out
 

@@ -66,7 +66,7 @@ class AdaptedProduct(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        room: torch.Tensor,
+        room: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
         scale: float | torch.Tensor,
@@ -75,11 +75,12 @@ class AdaptedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         """x W^T + scale (x A^T) B^T [..., out] for a frozen W.
 
-        room: with_room's buffer for `weight`; B is written into its free columns, in place. group:
-        the ranks of sequence parallelism, each with a part of the sequence in x: x is gathered, and
-        the result covers the whole sequence; each rank gets the gradients of x and A for its part.
-        Collective over the group in both passes. None: x is not gathered. again: computes x once
-        more, for the backward pass, which then needs no saved x; None: x is saved.
+        room: with_room's buffer for `weight`; B is written into its free columns, in place. None:
+        the result is zeros, with the same gradients. group: the ranks of sequence parallelism, each
+        with a part of the sequence in x: x is gathered, and the result covers the whole sequence;
+        each rank gets the gradients of x and A for its part. Collective over the group in both
+        passes. None: x is not gathered. again: computes x once more, for the backward pass, which
+        then needs no saved x; None: x is saved.
         """
         a = a.to(x.dtype)
         b = b.to(x.dtype)
@@ -88,11 +89,13 @@ class AdaptedProduct(torch.autograd.Function):
             whole = mappings._gather_along_first_dim(x, group)
         flat = whole.reshape(-1, x.shape[-1])
         low = (flat @ a.t()).mul_(scale)
-        room[:, x.shape[-1] :].copy_(b)
         ctx.save_for_backward(x if again is None else None, weight, a, b, low)
         ctx.scale = scale
         ctx.group = group
         ctx.again = again
+        if room is None:
+            return x.new_zeros(*whole.shape[:-1], len(b))
+        room[:, x.shape[-1] :].copy_(b)
         return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
 
     @staticmethod

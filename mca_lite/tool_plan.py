@@ -194,12 +194,18 @@ def _kernels(
     share = head / sizes.weights
     products = work.flops(tokens, 0)
     of_head = a_byte * _OF_VOCABULARY * sizes.vocab_size + products * share / rates.products
-    again = 2 * recomputes * tokens
-    products = products * (1 - share) + again * (sizes.weights - head)
-    if config.mlp_chunk_size:  # tiles are computed again in the backward pass
-        products += 2 * tokens * sizes.mlp_weights * sizes.num_layers
+    of_mlps = sizes.mlp_weights * sizes.num_layers
+    again = recomputes * (sizes.weights - head)
+    in_tiles = of_mlps if config.mlp_chunk_size else 0.0  # tiles are computed again by themselves
+    is_dense = not config.num_moe_experts and config.transformer_impl == "local"
+    if is_dense and not config.post_norms:  # a recomputed unit leaves out its last matmul
+        last = 1 / (2 + config.gated_linear_unit)
+        in_tiles *= 1 - last
+        unit = 1 if config.recompute_method == "block" else config.recompute_num_layers or 1
+        again -= recomputes / unit * of_mlps * (1 if in_tiles else last)
+    products = products * (1 - share) + 2 * tokens * (again + in_tiles)
     if config.num_moe_experts:
-        of_experts = products * sizes.mlp_weights * sizes.num_layers / (sizes.weights - head)
+        of_experts = products * of_mlps / (sizes.weights - head)
         products += of_experts * (1 / rates.experts - 1)
     attention = work.flops(0, squares)
     if not config.recompute_keep:

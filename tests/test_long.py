@@ -9,10 +9,13 @@ import re
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from mca_lite import part_long, part_long_auto
 from mca_lite.errors import Judge
 from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
+from mca_lite.part_lora import inject
+from mca_lite.part_lora_layers import LoraSpec
 from mca_lite.part_quantised import FORMS, Quantised
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
 from tests.shared.held import train_and_measure
@@ -25,6 +28,7 @@ from tests.shared.layouts import (
     PACKED,
     PACKED_LAYOUTS,
     PP2,
+    TP2,
     TP2_SP,
     VPP2,
 )
@@ -145,6 +149,58 @@ def test_a_layout_trains_to_the_same_bits(layout, tmp_path):
         assert_same(found)
         assert_near(found)
         assert found["auto"][0] == found["plain"][0] and len(found["layers of auto"]) == 1
+
+
+def adapted(models):
+    return inject(models, LoraSpec(rank=4))
+
+
+class Flops(TorchDispatchMode):
+    """Counts the floating-point operations of matmuls and attention."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def flops_of(path: str, out: str, runs: dict, **keys) -> dict:
+    """{name: (curve, floating-point operations of this rank)} of runs {name: keys}."""
+    found = {}
+    for name, changes in runs.items():
+        with Flops() as flops:
+            curve = train(path, f"{out}/{name}", **{**keys, **changes})
+        found[name] = curve, flops.total
+    return found
+
+
+UNITS = {
+    "one": (1, {}),
+    "tp2": (2, TP2),
+    "tp2_sp": (2, TP2_SP),
+    "pp2": (2, PP2),
+    "packed": (1, PACKED),
+    "adapters": (1, dict(adapt=adapted, bf16=True)),
+    "adapters, tp2_sp": (2, dict(adapt=adapted, bf16=True, **TP2_SP)),
+    "tiles": (1, TILED),
+    "norm": (1, {}),
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_a_recomputed_unit_leaves_out_its_last_matmul(case, tmp_path):
+    ranks, keys = UNITS[case]
+    runs = {"none": {}, "one": FULL, "two": {**FULL, "recompute_num_layers": 2}}
+    # gemma's norm after the MLP reads its output
+    family = "gemma3_text" if case == "norm" else "qwen3"
+    more = dict(STEPS, timeout_s=200)
+    for found in world.run(flops_of, ranks, model_of(family), str(tmp_path), runs, **more, **keys):
+        curves, (none, one, two) = zip(*found.values(), strict=True)
+        assert curves[0] == curves[1] == curves[2]
+        assert none < one == two if case == "norm" else none < one < two
 
 
 FAMILIES = {
