@@ -167,8 +167,7 @@ class Layer(MegatronModule):
     def _mlp(self, ends_unit: bool, x: torch.Tensor) -> Any:
         """The dense MLP's output for x, and its bias or None. ends_unit: as in forward(); a
         recomputation is the pass with gradients enabled."""
-        is_read = not (ends_unit and torch.is_grad_enabled())
-        with contextlib.nullcontext() if is_read else zeros_from(self.mlp.linear_fc2):
+        with zeros_from(self.mlp.linear_fc2, ends_unit and torch.is_grad_enabled()):
             return self.mlp(x)
 
     def _normed(

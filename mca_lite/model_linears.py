@@ -86,7 +86,9 @@ class RowProduct(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.constants = weight, way
         if gives_zeros(weight):
-            tokens = len(x) // (way.group.size() if way.cuts_tokens else 1)
+            tokens = len(x)
+            if way.cuts_tokens:
+                tokens //= way.group.size()
             return x.new_zeros(tokens, *x.shape[1:-1], len(weight))
         if way.cuts_tokens:
             return multiply_scatter(x, weight.t(), way)
@@ -111,9 +113,13 @@ class RowProduct(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def zeros_from(linear: torch.nn.Module) -> Iterator[None]:
+def zeros_from(linear: torch.nn.Module, on: bool) -> Iterator[None]:
     """Context manager in which a RowLinear returns zeros and does no matmul, with the gradients of
-    the matmul: for a recomputation whose output nobody reads. Other linears run as usual."""
+    the matmul: for a recomputation whose output nobody reads. Other linears run as usual, and so
+    does this one if `on` is False."""
+    if not on:
+        yield
+        return
     linear.weight.gives_zeros = True
     try:
         yield

@@ -463,7 +463,7 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         # with gradients, in Tiles' backward pass, nobody reads the output
-        with zeros_from(last) if torch.is_grad_enabled() else contextlib.nullcontext():
+        with zeros_from(last, torch.is_grad_enabled()):
             out, bias = type(module).forward(module, tile)
         return out if bias is None else out + bias
 

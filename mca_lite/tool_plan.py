@@ -196,7 +196,7 @@ def _kernels(
     of_head = a_byte * _OF_VOCABULARY * sizes.vocab_size + products * share / rates.products
     of_mlps = sizes.mlp_weights * sizes.num_layers
     again = recomputes * (sizes.weights - head)
-    in_tiles = of_mlps if config.mlp_chunk_size else 0.0  # tiles are computed again by themselves
+    in_tiles = of_mlps * bool(config.mlp_chunk_size)  # tiles are computed again by themselves
     is_dense = not config.num_moe_experts and config.transformer_impl == "local"
     if is_dense and not config.post_norms:  # a recomputed unit leaves out its last matmul
         last = 1 / (2 + config.gated_linear_unit)
