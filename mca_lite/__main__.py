@@ -1,5 +1,5 @@
 """`python -m mca_lite config.yaml [key=value ...]` trains, like train.py; `python -m mca_lite
-<command>` runs another command. An installation has `mca-lite` for both.
+<command>` runs one of COMMANDS. An installation has `mca-lite` for both.
 """
 
 import sys
@@ -13,8 +13,9 @@ from .cli import USER_ERROR, finish
 class Command(NamedTuple):
     """A command of `python -m mca_lite`: one row of COMMANDS.
 
-    target: the "module" or "module.function" that runs it; a module's function is main(words) ->
-    exit code. text: its help. needs: other modules of the package without which it cannot run."""
+    target: the "module" or "module.function" that runs it, called with the words -> exit code; for
+    a module alone its main. text: its help. needs: other modules of the package; the command is
+    refused if one is missing."""
 
     target: str
     text: str
@@ -24,8 +25,7 @@ class Command(NamedTuple):
         return [self.target.partition(".")[0], *self.needs.split()]
 
     def lacking(self) -> str:
-        """The reason why the command cannot run, namely the files that are missing; ""
-        if it can."""
+        """Text that names the files of target and needs that are missing; "" if all are there."""
         here = Path(__file__).parent
         files = [f"{module}.py" for module in self.modules()]
         gone = ", ".join(file for file in files if not (here / file).is_file())
@@ -73,11 +73,12 @@ _NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command that the first word names -> exit code. words: the command line after the
-    program; None: sys.argv's.
+    """Run the command that the first word names, with the other words -> exit code. words: the
+    command line after the program; None: sys.argv's.
 
-    A first word such as config.yaml or --key starts training. A plain word that is no command
-    prints an error. Without words the commands are listed.
+    Another first word, such as config.yaml or --key, starts training, but an identifier that is no
+    command prints an error. Without words, or for -h or --help, the commands are listed. A command
+    that needs words shows its help without them.
     """
     words = sys.argv[1:] if words is None else words
     name, *rest = words or ["--help"]

@@ -2,9 +2,9 @@
 groups of parts.
 
 Keys are flat, most with their name in Hugging Face, LLaMA-Factory or megatron-core. A group's
-constructor casts, normalises and checks values, from Python as from a file, and raises all problems
-at once. torch, megatron-core and transformers are imported only when needed, so that a typing error
-shows in a fraction of a second.
+constructor casts, normalises and checks values, and raises the problems found together; parse_args
+does so for all groups of a run. torch, megatron-core and transformers are imported only when
+needed, so that a typing error shows without waiting for them.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ from .tables import (
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key that only the megatron-core backend uses. On the plain torch
-    backend the key is reset to its default. text: the key's help. metadata: other options of arg().
-    """
+    """A dataclass field for a key that only the megatron-core backend uses. With use_mca: false,
+    parse_args resets it to its default. text: the key's help. metadata: other options of arg()."""
     return arg(default, text, torch=False, **metadata)
 
 
@@ -211,9 +210,9 @@ class TrainingArguments(ArgumentGroup):
     """Batches, optimizer, cadence, precision and parallel layout.
 
     The constructor takes output_dir and keywords, and raises one ConfigError (a ValueError) with
-    all problems. Under torchrun the number of processes must be a multiple of tensor x pipeline x
-    context parallel size. Keys such as `eval_steps` that were None then have the value in effect;
-    `resume_from_checkpoint` is None, "auto" or a path.
+    the problems found. Under torchrun the number of processes must be a multiple of tensor x
+    pipeline x context parallel size. Afterwards keys such as `eval_steps` that were None have the
+    value in effect; `resume_from_checkpoint` is None, "auto" or a path.
     """
 
     # output and cadence
@@ -500,8 +499,8 @@ class TrainingArguments(ArgumentGroup):
     check = check_training
 
     def leave_out_megatron(self) -> None:
-        """Reset the keys that were set and that only megatron-core uses to their defaults, because
-        the run uses plain torch. A line in `notes` names each such key."""
+        """Reset the keys in `changed` that only megatron-core uses to their defaults, and take them
+        out of `changed`, for a run on plain torch. A line in `notes` names each such key."""
         for item in dataclasses.fields(self):
             if item.name in self.changed and not item.metadata.get("torch", True):
                 setattr(self, item.name, default_of(item))
@@ -547,7 +546,8 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in a micro-batch of one data-parallel rank: per_device_train_batch_size."""
+        """Samples in a training micro-batch of one data-parallel rank, with packing packed rows:
+        per_device_train_batch_size."""
         return self.per_device_train_batch_size
 
     @property
@@ -558,7 +558,8 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def train_global_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks; with packing, packed rows."""
+        """Samples of a full optimizer step over all ranks, with packing packed rows. The last step
+        of an epoch may have fewer."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
 
@@ -580,13 +581,13 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments:
-    """Every group of configuration keys of a run. args.learning_rate means the same as
+    """Every group of configuration keys of a run. Reading args.learning_rate gives
     args.training.learning_rate. A key of an optional part of the package that is not installed is
     None.
 
     parts: {name: group of keys} for the groups of optional parts and user scripts. warnings: notes
-    for the user, such as keys without effect. model_config: the model's config.json, or {} if it
-    was not read.
+    for the user, such as keys without effect. model_config: the content of the model's config.json
+    or mca_config.json, or {} if it was not read.
     """
 
     model: ModelArguments
@@ -622,8 +623,8 @@ class RunArguments:
 
     @property
     def changed(self) -> list[str]:
-        """The keys whose value was set and is not the default. Keys that were reset for plain torch
-        are not listed."""
+        """The keys that were set to another value than their default, without those that were reset
+        for plain torch. Required keys are among them."""
         return [key for group in self.groups for key in group.changed]
 
     def with_keys(self, **values: Any) -> RunArguments:
@@ -642,7 +643,7 @@ class RunArguments:
         """Key -> value in effect, for a configuration file. Keys with None are left out, because an
         absent key means the same.
 
-        Read again with the same number of processes, the file gives the same run. If
+        Read again with the same number of processes, the file gives the same values. If
         global_batch_size is set, gradient_accumulation_steps is left out, so that it can follow
         from another number of processes.
         """
@@ -688,8 +689,9 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
     """Check training arguments together with keys of other argument groups, for a trainer that was
     built in Python without a config file. Raises ConfigError.
 
-    keys: values of keys in other groups; any other key has its default. stage: the training
-    objective ("dpo") whose rules are checked too; None skips these rules.
+    keys: values of keys in other groups, or in place of those in args; any other key has its
+    default. stage: the training objective ("dpo") whose rules are checked too; None skips these
+    rules.
     """
     defaults = dict.fromkeys(parts.absent_keys())
     defaults |= {name: default_of(item) for name, item in key_fields().items()}
@@ -758,8 +760,9 @@ _IN_GROUPS = "keys stand side by side, in no groups"
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     """Split a command line into keys -> ({name: raw value}, [Problem for each word that cannot be
-    read]). argv: the words. Words override values from the config file, if one is named. Names may
-    be aliases. Raises ConfigError if the config file cannot be read."""
+    read, and for several config files]). argv: the words. Words override values from the config
+    file, if one is named. Names may be aliases. Raises ConfigError if the config file cannot be
+    read."""
     words: list[tuple[str, Any]] = []
     problems: list[Problem] = []
     paths = []
@@ -805,8 +808,8 @@ def _is_value(word: str) -> bool:
 
 
 def _word_value(text: str) -> str | None:
-    """A command-line value before it is cast to its key's type: None for an empty text, ~ or null;
-    otherwise the text, without quotes around it."""
+    """A command-line value before it is cast to its key's type: None for a blank text, ~ or null in
+    any case; otherwise the text, without a pair of quotes around it."""
     if text.strip().lower() in ("", "~", "null"):
         return None
     quoted = re.fullmatch("([\"'])(.*)\\1", text)
@@ -820,8 +823,8 @@ def _key_of(name: str) -> str:
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """Resolve aliases in `values`, {name: raw value} -> ({key: raw value}, notes about keys that
-    are ignored).
+    """Resolve aliases, and values that stand for other keys (MEANINGS), in `values`, {name: raw
+    value} -> ({key: raw value}, notes about keys that are ignored).
 
     Appends to `problems` a Problem for each name that is unknown, that this package refuses with
     this value, or that repeats a key, and for each key that needs an optional part of the package

@@ -1,8 +1,8 @@
-"""Rules for the keys of a run: within the groups of data and finetuning, and between groups.
+"""Rules for the keys of a run: within the group of data, between groups, and for new tokens.
 
-Each rule takes the arguments `a`, an object whose attributes are keys, and a Judge (errors.py) that
-collects problems. args.parse_args applies them; the Python constructors (DPOConfig, the trainers)
-apply those that concern their keys.
+Checks add Problems to a Judge (errors.py); the argument `a` is an object whose attributes are keys.
+args.parse_args applies most of them. Python constructors (DataArguments, DPOConfig, the trainers)
+and load_datasets apply some that concern their keys.
 """
 
 import os

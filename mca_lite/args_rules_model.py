@@ -1,8 +1,8 @@
 """Rules between a model's sizes and the parallel layout, and pipeline layouts in megatron's syntax.
 
-parse_args applies them to the values of config.json before torch is imported; McaModelConfig
-applies them to its fields. In each rule `m` has the model's sizes as attributes, under the names of
-McaModelConfig's fields, and `a` has the keys: TrainingArguments, or the same McaModelConfig.
+parse_args applies check_config to the values of config.json, McaModelConfig check_model to its
+fields. `m` has the model's sizes as attributes, under the names of McaModelConfig's fields, and `a`
+has the keys: RunArguments, TrainingArguments or the same McaModelConfig.
 
 A layout separates stages by |, with E for the embedding, t for a layer and L for the loss:
 "Et*2|t*2L".
@@ -83,7 +83,7 @@ def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
     """A model's sizes as attributes, under the names of McaModelConfig's fields. values: the
     contents of a config.json or mca_config.json; its text_config is read too.
 
-    A size that the file lacks is None (num_deepstack: 0).
+    A size that the file lacks, or that is no integer there, is None (num_deepstack: 0).
     """
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
     parts = {name: values.get(name) for name in ("text_config", "vision_config")}
@@ -122,8 +122,8 @@ def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) ->
     """Check a model's sizes against the parallel layout and against keys for experts, fp8 and
     recomputation; problems are added to `judge`.
 
-    m: the model's sizes, numbers_of() or a McaModelConfig. a: the run's arguments. te_works: True
-    if Transformer Engine works on this machine; None if unknown.
+    m: the model's sizes, numbers_of() or a McaModelConfig. a: the run's arguments, or the same
+    McaModelConfig. te_works: True if Transformer Engine works on this machine; None if unknown.
     """
     _check_tensor_parallel(m, a, judge)
     _check_linear_attention(m, a, judge)
@@ -316,8 +316,8 @@ def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError unless a pipeline layout such as "Et*2|tL" has one E, then layers t, then
-    one L, and no repeat above 999. "auto" passes."""
+    """Raise ValueError unless a pipeline layout such as "Et*2|tL" has one E, then any number of
+    layers t, then one L, and no repeat above 999. "auto" passes."""
     if layout == AUTO_LAYOUT:
         return
     if re.search(r"\*\d{4}", layout):
@@ -332,9 +332,9 @@ def check_layout(layout: str) -> None:
 
 
 def check_numbers(values: dict[str, Any], judge: Judge) -> None:
-    """Check that sizes in a raw config.json are within their limits, such as hidden_size of at
-    least 1, and in known families that key-value heads divide attention heads, and key heads of
-    linear attention its value heads. Problems are added to `judge`.
+    """Check that model_type in a raw config.json is text, that sizes are within their limits, such
+    as hidden_size of at least 1, and if so in known families that key-value heads divide attention
+    heads, and key heads of linear attention its value heads. Problems are added to `judge`.
 
     Most sizes may also be lists, as in some models; transformers checks types.
     """
@@ -386,8 +386,8 @@ def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
 
 
 def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
-    """Add a Problem to `judge` if the model needs an optional part of this package whose files are
-    missing."""
+    """Add a Problem to `judge` if files are missing of the optional part that the model needs for
+    stacked experts, or on megatron-core for attention sinks."""
     family = _family_of(m)
     needed = {}
     if family is not None and family.stacked_experts:
@@ -425,12 +425,12 @@ def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def check_torch_packing(hf_config: Keys, judge: Judge) -> None:
-    """Refuse packed rows on the torch backend if the model would let packed documents attend to
-    each other.
+    """Add a Problem to `judge` for packed rows on the torch backend if the mask that keeps their
+    documents apart may not work in the model.
 
-    Three kinds of models are refused: those with linear attention, which takes no mask; those with
-    a sliding window, which a mask would replace; and families that megatron-core does not train,
-    because they may ignore masks. hf_config: a transformers config.
+    Three kinds of models are refused: those with linear attention, which takes no mask; those whose
+    layers have a sliding window, which the mask would replace; and families that megatron-core does
+    not train, because they may ignore masks. hf_config: a transformers config.
     """
     config = hf_config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None

@@ -97,9 +97,9 @@ _RULES = (
 class Need(NamedTuple):
     """Keys that have no effect unless a condition holds.
 
-    keys: separated by spaces. condition: other keys' values, such as "optim=adam", written like
-    Rule.when. setting: a line such as "bf16: true" that fulfils it. is_harmless: True if such keys
-    only give a note; otherwise they are refused.
+    keys: separated by spaces. condition: other keys' values, such as "optim=adam", written like one
+    of the conditions in Rule.when. setting: a line such as "bf16: true" that fulfils it.
+    is_harmless: True if such keys only give a note; otherwise they are refused.
     """
 
     keys: str
@@ -198,8 +198,8 @@ def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
 
 def normalise_training(a: Keys) -> None:
     """Fill in, in place, training arguments that are None and follow from other arguments, such as
-    gradient_accumulation_steps from global_batch_size, and convert values to the form that megatron
-    reads."""
+    gradient_accumulation_steps from global_batch_size, and bring others, such as report_to and
+    warmup_steps, to one form."""
     a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
     if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
         a.warmup_ratio = a.warmup_steps
@@ -229,7 +229,8 @@ def normalise_training(a: Keys) -> None:
 
 
 def _samples_at_once(a: Keys) -> int:
-    """Samples in one micro-batch, summed over all data-parallel ranks. a: TrainingArguments."""
+    """Samples (with packing, packed rows) in one micro-batch, summed over all data-parallel ranks.
+    a: TrainingArguments."""
     return a.per_device_train_batch_size * a.data_parallel_size
 
 
@@ -408,7 +409,7 @@ def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
 
 def check_additional_configs(a: Keys, judge: Judge) -> None:
     """Add a Problem to `judge` for each entry of additional_configs whose name is not in
-    ADDITIONAL_FIELDS, or whose value does not have the type given there."""
+    ADDITIONAL_FIELDS, or whose value cannot be cast to the type given there."""
     key = "additional_configs"
     takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
     for name, value in a.additional_configs.items():
@@ -460,13 +461,13 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _kwargs_of(schedule: str) -> dict[str, Any]:
-    """{name: type} of the lr_scheduler_kwargs that affect a learning rate schedule."""
+    """{name: type} of the lr_scheduler_kwargs that a learning rate schedule takes."""
     return {"constant": {}, "WSD": _OF_STABLE}.get(SCHEDULES[schedule], _OF_DECAY)
 
 
 def _normalise_schedule(a: Keys) -> None:
     """Rename keys and values of lr_scheduler_kwargs in place (min_lr_ratio becomes min_lr_rate) and
-    cast them to their types. Known keys with the value None are dropped."""
+    cast values to their types where that works. Known keys with the value None are dropped."""
     types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
     for name, value in a.lr_scheduler_kwargs.items():

@@ -1,4 +1,4 @@
-"""YAML, casting by type, and ArgumentGroup, the base class for the groups of keys in args.py.
+"""YAML, casting by type, and ArgumentGroup, the base class for groups of configuration keys.
 
 Problems of values are collected in a Judge, not raised at once, so that one error shows all of
 them.
@@ -67,10 +67,11 @@ def loads_yaml(text: str) -> Any:
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Key -> value from a YAML or JSON file. Numbers and booleans without a tag are still text.
+    """Key -> value from a YAML or JSON file; {} for an empty one. Numbers and booleans without a
+    tag are still text.
 
-    Raises ConfigError if the file cannot be read: it is absent, has a key twice, or is no mapping
-    from keys to values, for example.
+    Raises ConfigError if the file cannot be read: it is absent, has a key twice, or is a list with
+    entries, for example.
     """
     try:
         if not Path(path).is_file():
@@ -95,7 +96,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def cast(value: object, hint: object) -> Any:
     """Convert `value` to the type `hint`. Text becomes a number, a boolean, a list (split at
     commas, or in brackets) or a dict (JSON or YAML text, or the name of a JSON file). Raises
-    ValueError that names the expected type."""
+    ValueError that says what was expected."""
     if isinstance(value, enum.Enum):
         value = value.value if isinstance(value.value, str) else value.name
     kind = typing.get_origin(hint) or hint
@@ -214,8 +215,8 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
     is required, and may be given by position.
 
     choices: the allowed values, or a table with them as keys, to which rows may be added until the
-    arguments are read. words: text -> the value it stands for. check: raises ValueError for a value
-    that does not work. remedy: what an error suggests (default: a line with a value that works).
+    arguments are read. words: text in lower case -> the value it stands for. check: raises
+    ValueError for a value that does not work. remedy: what an error suggests (default: example()).
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
     model: True for a field of McaModelConfig under the same name, set unless the key is None;
@@ -242,14 +243,14 @@ def optional(text: str, **metadata: Any) -> Any:
 
 
 def count(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key whose value is a number of at least 1. text: its help. metadata:
-    other options of arg()."""
+    """A dataclass field for a key whose value is a number of at least 1, or None if that is the
+    default. text: its help. metadata: other options of arg()."""
     return arg(default, text, low=1, **metadata)
 
 
 def amount(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key whose value is a number of at least 0. text: its help. metadata:
-    other options of arg()."""
+    """A dataclass field for a key whose value is a number of at least 0, or None if that is the
+    default. text: its help. metadata: other options of arg()."""
     return arg(default, text, low=0, **metadata)
 
 
@@ -263,7 +264,7 @@ def default_of(item: dataclasses.Field[Any]) -> Any:
 def example(item: dataclasses.Field[Any]) -> str:
     """A config line for an error to suggest, such as `save_steps: 500`: the key with its default;
     if the default is None, with the field's limit `low`. If this value is not text, a number, or a
-    boolean, the line shows the key's help instead: `dataset: <files, or names>`."""
+    boolean, the line shows the key's help instead: `run_name: <name of the run in wandb>`."""
     default = default_of(item)
     if default is None:
         default = item.metadata.get("low")
@@ -303,7 +304,8 @@ class ArgumentGroup:
     @classmethod
     def read(cls: type[_Group], values: dict[str, Any], judge: Judge) -> _Group:
         """A group from raw {key: value}, with fields cast to their types. An absent key gets its
-        default; keys of other groups are ignored. Problems are added to `judge`.
+        default ("" and a Problem if it is required); keys of other groups are ignored. Problems are
+        added to `judge`.
 
         The constructor is not called, because it would raise the problems of this group alone. Call
         resolve() later to apply the group's rules.

@@ -1,9 +1,9 @@
 """Backend: the interface of both backends, and the code that they share.
 
-The trainer knows no parallelism: it calls these methods on all ranks together. A concrete method is
-shared by the backends, or assumes that this rank has the whole model. Both follow megatron's
-schedules: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
-count, metrics).
+The trainer knows no parallelism: all ranks call these methods alike. A concrete method is shared by
+the backends, or assumes that this rank has the whole model. Both follow megatron's schedules:
+forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum, count,
+metrics).
 """
 
 import abc
@@ -70,7 +70,7 @@ class Backend(abc.ABC):
             self.dtype = torch.float16
             self.precision = "fp16"
         self.losses_of_routers = losses
-        # None for a model without experts
+        # None for a model without experts; on plain torch also for one that is not in FAMILIES
         self.statistics_of_routers: RouterStatistics | None = None
         self.chunks: list[torch.nn.Module] = []
         self.optimizer: Any = None
@@ -100,9 +100,9 @@ class Backend(abc.ABC):
         return None
 
     def loss_columns(self, batch: Batch) -> dict[str, Any]:
-        """Move the batch columns that the model's forward pass does not take to this rank's device;
-        of columns per token, only this context-parallel rank's tokens are kept -> the batch with
-        these columns replaced."""
+        """Move the columns of COLUMNS that the model's forward pass does not take to this rank's
+        device; of columns per token, only this context-parallel rank's tokens are kept -> the batch
+        with these columns replaced."""
         names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
         return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
@@ -166,7 +166,7 @@ class Backend(abc.ABC):
 
         With calculate_per_token_loss, the update uses the summed gradients divided by the divisor:
         `denominator`, or if that is None, the loss counts (such as tokens) of the whole update, at
-        least 1, times `times`. Collective."""
+        least 1, times `times`. Without it the returned number has no use. Collective."""
 
     @abc.abstractmethod
     def clip_at(self, max_grad_norm: float) -> None:
@@ -200,8 +200,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def _gradients_for_weights(self) -> None:
-        """Replace the data of each trained parameter by its complete gradient, in float32, to
-        export gradients like weights. Collective."""
+        """Replace the data of each trained parameter by its gradient, reduced over ranks, in
+        float32, to export gradients like weights. Collective."""
 
     @abc.abstractmethod
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -372,15 +372,15 @@ class Backend(abc.ABC):
             self.statistics_of_routers.loss_weight = float(count)
 
     def router_statistics(self) -> dict[str, float]:
-        """Metrics of the MoE routers since the last call, over all ranks; {} for a model without
-        experts, or if no expert was chosen. Collective for a model with experts."""
+        """Metrics of the MoE routers since the last call, over all ranks; {} without
+        statistics_of_routers, or if no expert was chosen. Collective with it."""
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers)
 
     def router_sums(self) -> list[Any] | None:
         """The sums over all ranks from which router_statistics() is computed, as lists, for a
-        checkpoint; None for a model without experts. Collective."""
+        checkpoint; None without statistics_of_routers. Collective with it."""
         if self.statistics_of_routers is None:
             return None
         return self.statistics_of_routers.sums().tolist()
@@ -407,8 +407,9 @@ class Backend(abc.ABC):
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face's or PEFT's name, float32 CPU tensor) of each trained tensor's
-        gradient from the last forward_backward(), on global rank 0. All ranks must iterate to the
+        """Yield (Hugging Face's or PEFT's name, CPU tensor) of each trained tensor's gradient from
+        the last forward_backward(), float32, with fp16 times the loss scale; a buffer, such as a
+        router's bias, is yielded with its value. On global rank 0; all ranks must iterate to the
         end, because sharded tensors are gathered.
 
         Gradients replace the weights and are exported, so the model cannot be used afterwards.

@@ -108,8 +108,8 @@ class MegatronBackend(Backend):
         return [scaler for scaler in scalers if scaler is not None]
 
     def _configure(self, config: McaModelConfig) -> None:
-        """Set the fields of a model's config that its layers and megatron's schedule read, from the
-        run's keys. create_optimizer() adds the schedule's functions."""
+        """Set calculate_per_token_loss and rows_are_packed in a model's config from the run's keys,
+        and loss_weights_differ to False. create_optimizer() adds the schedule's functions."""
         config.calculate_per_token_loss = self.args.calculate_per_token_loss
         config.rows_are_packed = self.args.sequence_packing
         config.loss_weights_differ = False
@@ -449,8 +449,8 @@ class MegatronBackend(Backend):
         """Backend.step, made of the pieces of megatron's optimizer step and a check of the gradient
         norm.
 
-        With split masters the update is launched before the host reads the norm, so that neither
-        the GPU nor the host waits for the other."""
+        With split masters the update is launched before the host reads the norm, so that the GPU
+        does not wait for the host."""
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None

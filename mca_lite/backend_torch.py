@@ -1,5 +1,5 @@
-"""The plain torch backend: a Hugging Face model, torch DDP and AdamW. A fallback, and the reference
-for every test.
+"""The plain torch backend: a Hugging Face model, torch DDP and a torch optimizer. A fallback, and
+the reference in tests of layouts.
 
 `forward_backward` follows megatron's schedules, so the trainer's objective runs on both backends.
 """
@@ -49,7 +49,7 @@ _ROUTERS = ("topkrouter", "moev1gate")
 def losses_of(config: Any, args: Keys) -> BalancingLosses:
     """The coefficients of the routers' balancing losses for a transformers model. They come from
     `args`; if moe_aux_loss_coeff is None there, that coefficient comes from `config`, the model's
-    config."""
+    config (0 if its family has none there, or is not in FAMILIES)."""
     return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
@@ -132,9 +132,9 @@ class TorchRouters:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After the micro-batches of a step, change the routers' biases by
-        moe_router_bias_update_rate towards equal expert loads, and reset the counts. Collective if
-        that rate is set and the model has experts."""
+        """After the micro-batches of a step, change the routers' biases, if they have any, by
+        moe_router_bias_update_rate towards equal expert loads, and reset the counts. Collective.
+        Does nothing if that rate is 0 or `statistics` is None."""
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)
@@ -175,8 +175,9 @@ class TokenLossModel(torch.nn.Module):
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
         """True if the model's logits are the last hidden states times the head's weight. Tested by
-        a forward pass in which large numbers replace the head's output, because a cap would not
-        change small ones. ValueError if the model does not run, unless memory runs out."""
+        a forward pass in which large numbers replace the head's output, because a cap would hardly
+        change small ones. A RuntimeError in this pass, unless memory runs out, becomes a
+        ValueError."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()
@@ -211,8 +212,8 @@ class TokenLossModel(torch.nn.Module):
         **more: Any,
     ) -> torch.Tensor:
         """Token losses, float32 [b, s] ([b, s, k] if loss_of_logits gives k per token), for
-        input_ids and labels [b, s]; without labels logits [b, s, V], s of them in `places`; with a
-        value head scores, float32 [b, s].
+        input_ids and labels [b, s]; without labels logits [b, s, V], or [b, n, V] for n `places`;
+        with a value head scores, float32 [b, s].
 
         attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions whose logits
         are wanted (None: all). more: further columns for the model."""
@@ -324,7 +325,8 @@ class TorchBackend(Backend):
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
         """Keyword arguments of TokenLossModel.forward for a batch, on this rank's device. In packed
-        rows, the attention mask and position ids keep documents apart."""
+        rows, the attention mask and position ids keep documents apart. The routers get the padding
+        mask."""
         device = parallel.device()
         params = batch.get("packed_seq_params")
         inputs = to_rank(batch, model_columns(batch), None, device)
@@ -471,7 +473,8 @@ class TorchBackend(Backend):
 
         With calculate_per_token_loss, its gradients are those of the summed loss, and
         finish_gradients() divides them by the count of all tokens. Otherwise the loss is a mean
-        over tokens, divided by the number of micro-batches.
+        over tokens, divided by the number of micro-batches. Balancing losses are added, and fp16
+        multiplies the loss by its scale.
         """
         if not self.args.calculate_per_token_loss:
             loss = mean_of(loss, count)

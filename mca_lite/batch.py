@@ -1,8 +1,8 @@
 """The columns of a micro-batch: padding, packing, joining and splitting them; masks and borders of
 packed rows.
 
-A batch is a dict of columns, which tables.COLUMNS declares. Letters: b rows, s positions, t tokens
-of a packed row, cp the context-parallel size.
+A batch is a dict of columns, most of which tables.COLUMNS declares. Letters: b rows, s positions, t
+tokens of a packed row, cp the context-parallel size.
 
 The collator's batch has rows of documents, which attention_mask numbers. An arranged batch has
 padding_mask, and either one document per row or one packed row with document borders, `cu_seqlens`
@@ -74,8 +74,8 @@ def _taken(
     pad_token_id: int,
 ) -> dict[str, Any]:
     """A batch that keeps only some tokens. Columns per token are indexed with `places`; columns per
-    document or sample become [n], without the values of padding rows; image columns stay as they
-    are.
+    document or sample become [n], without the values of padding rows; columns of images and other
+    inputs stay as they are.
 
     places: indices into the flattened rows, -1 for padding; None keeps columns per token. lengths:
     from document_lengths(). per_sample: documents per sample.

@@ -75,7 +75,7 @@ class TrainerState:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "TrainerState":
-        """The state in a JSON file. Keys that only Hugging Face's Trainer has are ignored.
+        """The state in a JSON file. Other keys, such as Hugging Face's Trainer writes, are ignored.
 
         Raises OSError for a missing file, ValueError for other content.
         """
@@ -112,7 +112,7 @@ def raise_flags(
     control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
 ) -> None:
     """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
-    in `args`. Called once `state` has counted a step. At max_steps all three are set, except for a
+    in `args`. Called after `state` has counted a step. At max_steps all three are set, except for a
     strategy "no". end_of_epoch: True after an epoch's last step. Flags that are set already stay
     set."""
     last = state.is_over
@@ -136,7 +136,7 @@ class TrainerCallback:
     Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
     on_step_end, on_log, on_evaluate, on_save. Each gets as keywords: trainer, model, optimizer,
     lr_scheduler, processing_class, train_dataloader and eval_dataloader. What is not made yet is
-    None, and so is eval_dataloader outside of an evaluation.
+    None, and so is eval_dataloader outside of a pass over evaluation or prediction data.
     """
 
     def on_init_end(
@@ -277,10 +277,10 @@ def gain_of(args: Keys, value: float, best: float | None) -> float:
 
 
 class BestModel(TrainerCallback):
-    """Keeps track of the best evaluation in state.best_metric, best_global_step and
-    best_model_checkpoint. With load_best_model_at_end the trainer loads this checkpoint at the end.
-
-    The best step's checkpoint is one saved at that step, before or after the evaluation."""
+    """Keeps track of the best evaluation in state.best_metric and best_global_step, and of a
+    checkpoint in best_model_checkpoint: the one saved at the best step, before or after the
+    evaluation; if there is none, an earlier best step's. With load_best_model_at_end it asks for a
+    checkpoint of each best step, and the trainer loads the best one at the end."""
 
     _last_saved: tuple[int, str] = (-1, "")
 

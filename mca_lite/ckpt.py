@@ -6,12 +6,13 @@
     mca_config.json, dist/  megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
     adapter_*               with LoRA: the adapters in PEFT's format
-    hf/                     with save_hf_checkpoints: the model in Hugging Face's format
+    hf/                     with save_hf_checkpoints: the model in Hugging Face's format, with LoRA
+                            the adapters
     manifest.json           size and checksum of every other file, written last
 
-Saving has three parts: begin copies the state of this step, together with all ranks; writing needs
-no other rank and may run in a thread (async_save); finish gives the folder its name. An error on
-any rank ends saving on all ranks.
+Saving has three parts: begin collects the state of this step, together with all ranks; writing
+needs no other rank and may run in a thread (async_save); finish gives the folder its name. An error
+on any rank ends saving on all ranks.
 """
 
 import io
@@ -88,14 +89,15 @@ class TorchSnapshot:
 
 
 def _changing(model: Any) -> NamedTensors:
-    """(name, tensor) of each weight to save. If finetuning freezes the base model (LoRA, for
-    example), only trained weights are saved."""
+    """(name, tensor) of each weight and buffer to save. With adapters (LoRA), only trained weights
+    are saved."""
     is_whole = finetuning_of(model).is_whole
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
 
 def _states(model: Any, optimizer: Any) -> NamedTensors:
-    """Yield ("exp_avg.<parameter>", tensor) for each state, such as exp_avg, of each parameter."""
+    """Yield ("exp_avg.<parameter>", tensor) for each state, such as exp_avg, of each parameter that
+    is a tensor or a number."""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
@@ -103,8 +105,9 @@ def _states(model: Any, optimizer: Any) -> NamedTensors:
 
 
 def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
-    """Read the weights, and optionally the optimizer state, that a TorchSnapshot wrote, in place.
-    Raises CheckpointError for a missing name or another shape."""
+    """Read the weights, and optionally the optimizer state, that a TorchSnapshot wrote, in place. A
+    parameter without any stored state gets none. Raises CheckpointError for another missing name,
+    or another shape."""
     read, _ = _reader(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
@@ -209,8 +212,8 @@ class Checkpoints:
         return None if self.trainer.args.save_only_model else self.trainer.backend.optimizer
 
     def begin(self) -> None:
-        """Copy the state of this step, and write it to a temporary folder; with async_save a thread
-        goes on writing after the return.
+        """Write the state of this step to a temporary folder; with async_save it is copied, and a
+        thread goes on writing after the return.
 
         Raises CheckpointError, on every rank, if the folder cannot be made. Adapters and hf/ are
         written before the return, and their errors are raised here; those of writing the state are
@@ -305,7 +308,8 @@ class Checkpoints:
         """Find the checkpoint to resume from, and load its state into the trainer and its
         callbacks; without one neither changes. choice: "auto" or True for the newest good one in
         output_dir, or a path; None or False: none. Raises CheckpointError if the checkpoint cannot
-        be resumed from, or if a new run would begin beside checkpoints. Collective."""
+        be resumed from, or if a new run would begin beside checkpoints without
+        overwrite_output_dir. ValueError if its adapters do not fit. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         say = trainer.report.print
@@ -370,7 +374,8 @@ class Checkpoints:
 
     def _tidy(self, folder: Path) -> None:
         """Set aside the checkpoints that are newer than the step from which this run resumes. If
-        the run resumes from its own output_dir, prune the older checkpoints. For the main rank."""
+        the run resumes from its own output_dir, prune older checkpoints over save_total_limit. For
+        the main rank."""
         args = self.trainer.args
         state = self.trainer.state
         ckpt_folder.set_newer_aside(args.output_dir, state.global_step, self.trainer.report.print)
@@ -431,8 +436,8 @@ class _Job:
             self.error = error
 
     def complete(self) -> None:
-        """Once every rank has written its files, write index and manifest on the main rank and give
-        the folder its name. Collective.
+        """Once every rank has written its files, write the last ones, such as the manifest, on the
+        main rank and give the folder its name. Collective.
 
         Raises CheckpointError on every rank, with the errors of the ranks that failed.
         """
@@ -520,7 +525,7 @@ def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
 def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
     """Verify a checkpoint, and load its weights, and its optimizer state with with_optimizer.
     Raises CheckpointError if it is damaged, does not fit the backend and model, or lacks that
-    state. Collective."""
+    state; ValueError if its adapters do not fit. Collective."""
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:
@@ -605,8 +610,8 @@ def _ranking(settings: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
-    """The settings that may not change when a run is resumed, because they decide which optimizer
-    state a checkpoint has. before: the settings in the checkpoint."""
+    """The settings that may not change when a run is resumed, such as those that decide which
+    optimizer state a checkpoint has. before: the settings in the checkpoint."""
     fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():
         fixed += row.fixed

@@ -1,8 +1,8 @@
 """Checkpoint folders: listing, choosing one to resume from, publishing, pruning.
 
     checkpoint-<step>/              complete: it gets this name once its manifest is written
-    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; leftovers of a
-                                    dead run are removed by the next run
+    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; the next run
+                                    removes a dead run's leftovers, or gives .replaced its name back
     set-aside-checkpoint-<step>/    newer than the checkpoint that a run resumed from: never read
                                     again, may be deleted
     latest                          the name of the checkpoint written last, for other programs
@@ -11,10 +11,11 @@ Anything else with such a name (a symbolic link, a file) is not deleted.
 
 manifest.json is written last, with size and checksum of every other file:
 
-    format      the writer's FORMAT_VERSION; a reader refuses a newer one than it knows
+    format      the writer's FORMAT_VERSION (since 3 with dist/index.json); a reader refuses a newer
+                one than it knows
     backend     megatron or torch;  step, with_optimizer;  model: keys of its config
     files       {relative path: {"bytes": size, "crc32": eight hex digits}}
-    crc32       of all fields above; dist/index.json since format 3
+    crc32       of all fields above
 
 A CRC detects flipped bits and truncated files. It does not protect against people, but reading a
 checkpoint runs no code from its files (ckpt_megatron.py).
@@ -58,7 +59,7 @@ class OutputFolderError(UserError, ValueError):
 @contextlib.contextmanager
 def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other runs out of output_dir while this context is open; make the folder if it is
-    missing.
+    missing. At the end a folder with the lock file alone is removed.
 
     The main rank locks a file, if the file system has locks; the lock ends with the process.
     Contexts may be nested. Raises OutputFolderError if another run trains in the folder, if it
@@ -161,7 +162,8 @@ _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint that cannot be written or read. Every rank raises it, with the same text."""
+    """A checkpoint that cannot be written or read. The text is expected to be the same on all
+    ranks, so the command line prints it on one."""
 
     same_on_all_ranks = True
 
@@ -283,7 +285,7 @@ def step_of(folder: Path) -> int:
 
 
 def all_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The folders in output_dir named checkpoint-<step>, complete or not, oldest first."""
+    """The folders in output_dir named checkpoint-<step>, complete or not, lowest step first."""
     folders = filter(_is_own_folder, Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*"))
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
@@ -303,7 +305,7 @@ def _free_name(path: Path) -> Path:
 
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in output_dir that have a manifest, so are complete, oldest first."""
+    """The checkpoints in output_dir that have a manifest, so are complete, lowest step first."""
     return [path for path in all_folders(output_dir) if (path / MANIFEST_NAME).is_file()]
 
 
@@ -379,8 +381,8 @@ def find(
     say: Callable[[str], None],
 ) -> Path | None:
     """The checkpoint to resume from, with every byte verified; None to start anew. Leftovers of
-    dead runs in output_dir are removed, and with overwrite_output_dir its checkpoints too if the
-    run starts anew.
+    dead runs in output_dir are cleaned up; if `choice` is to start anew, overwrite_output_dir
+    removes its checkpoints.
 
     choice: "auto" or True takes the newest good one in output_dir, if any; a path takes that one;
     None or False starts anew. backend: the run's backend by name. identity: model_identity() of the

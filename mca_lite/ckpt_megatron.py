@@ -76,9 +76,9 @@ def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: in
     whatever layout wrote them.
 
     index: from read_index(). num_tokens: size of the vocabulary, whose padding depends on the
-    layout. Raises many types of error for an index or file with other content, or if the parts do
-    not cover the tensor exactly once. No code from files is run, and no file outside the folder is
-    opened."""
+    layout and is filled with 0. Raises many types of error for an index or file with other content,
+    or if the parts do not cover the rest exactly once. No code from files is run, and no file
+    outside the folder is opened."""
     entry = index["tensors"][tensor.key]
     whole = tensor.data.detach().view(_sizes(tensor))
     shape = entry["shape"]
@@ -257,8 +257,8 @@ class MegatronSnapshot:
 
     @staticmethod
     def sizes(models: Any, optimizer: Any = None) -> list[int]:
-        """Bytes of each parameter and optimizer state that this rank may copy for a snapshot, in no
-        particular order. A parameter that another tensor-parallel rank copies counts too."""
+        """Bytes of each parameter and optimizer state that this rank may copy for a snapshot. A
+        parameter that another tensor-parallel rank copies counts too."""
         holders = holders_of_all(models, optimizer)
         found = []
         stored = _by_parameter(_sharded(models))  # without the frozen base of adapters
@@ -381,9 +381,9 @@ def _sharded(models: Any) -> dict[str, dict[str, Any]]:
 
 
 class _Holders(NamedTuple):
-    """The data-parallel ranks that hold a parameter. group: these ranks. writer: the rank in the
-    group that writes the parameter to a checkpoint. pieces: {rank: (start, stop)}, the pieces of
-    the flat parameter by which a distributed optimizer shards its state."""
+    """The ranks that hold the same shard of a parameter. group: these ranks. writer: the rank in
+    the group that writes it to a checkpoint. pieces: {rank: (start, stop)}, the pieces of the flat
+    parameter by which a distributed optimizer shards its state; {} without one."""
 
     group: Any
     writer: int
@@ -525,7 +525,7 @@ def _optimizer_to_write(
     copy: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """{number: sharded tensor} of the optimizer states that this rank may write: of equal copies on
-    tensor-parallel ranks, one is written. Each is assembled from a distributed optimizer's pieces.
+    tensor-parallel ranks, one is written. A distributed optimizer's pieces are joined first.
     tensors, holders: each parameter's sharded tensor and _Holders, by its id. copy: makes copies to
     write, or None. Collective, parameter by parameter.
     """
@@ -556,7 +556,7 @@ def _optimizer_to_write(
 
 
 def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
-    """This rank's piece of one optimizer state, flat and float32, on the parameter's device; zeros
+    """This rank's piece of one optimizer state, flat and float32, on the device of `main`; zeros
     for a state before the first step. inner, main, cut: the torch optimizer, the tensor that it
     updates, and the slice of the parameter, from owned_parameters(). name: the state's, or "master"
     for the float32 weights."""
@@ -626,8 +626,8 @@ def _fill_optimizer(
 
 def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
     """Number of updates so far, in the order of STEPS: first for parameters that every step
-    updates, then for each kind of input modules (may_rest). The maximum over ranks, because some
-    ranks own no parameter of a kind. Collective."""
+    updates, then for each kind of input modules (may_rest); 0 for an optimizer that does not count
+    them. The maximum over ranks, because some ranks own no parameter of a kind. Collective."""
     counts = [0] * len(STEPS)
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = may_rest(parameter)

@@ -46,7 +46,7 @@ _REMEDIES = {  # text in errors of the operating system and of torch -> remedy
 
 def main(argv: list[str] | None = None) -> int:
     """Train with the words of a command line, such as ["config.yaml", "max_steps=10"] (None: this
-    process's) -> exit code."""
+    process's) -> exit code. Without words the usage is printed, for --version the version."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
@@ -107,8 +107,8 @@ def _no_collections() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports errors like a wrong configuration key: one line, exit code
-    USER_ERROR."""
+    """An ArgumentParser that prints an error in one line, and exits with USER_ERROR, as for a wrong
+    configuration key."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"error: {message}: see --help\n")
@@ -151,8 +151,8 @@ def has_colors() -> bool:
 
 
 def finish(work: Callable[..., int | None], *args: Any) -> int:
-    """Call work(*args), the body of a command -> its exit code (None: 0). An Exception, which end()
-    prints, or Ctrl-C, which the main rank prints, gives an exit code too."""
+    """Call work(*args), the body of a command -> its exit code (None: 0). After an Exception it is
+    that of end(); after Ctrl-C, which the main rank prints, INTERRUPTED."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
@@ -168,11 +168,11 @@ def finish(work: Callable[..., int | None], *args: Any) -> int:
 def end(error: Exception, output_dir: str | None) -> int:
     """Print the error that ends a run -> the exit code. Not collective.
 
-    If the text is the same on all ranks, only the main rank prints it. Ranks other than a machine's
+    If the error has same_on_all_ranks, only the main rank prints it. Ranks other than a machine's
     first one wait WAIT_S before they print, and torchrun may end them in this time; the first rank
     waits too if it failed because another rank is gone. output_dir: folder for the traceback; the
-    temporary folder if it is None, missing or full. None also means that nothing is trained: then a
-    closed pipe (`| head`) is no error, and nothing is printed."""
+    temporary folder if it is None or cannot be written. None also means that nothing is trained:
+    then a closed pipe (`| head`) is no error, and nothing is printed."""
     if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
     code = getattr(error, "exit_code", USER_ERROR)
@@ -260,8 +260,8 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
 
 
 class _Printable:
-    """Wraps a text stream: control characters in text are replaced by U+FFFD, except newlines, tabs
-    and carriage returns. Otherwise it behaves like `stream`."""
+    """Wraps a text stream: write() replaces characters that are not printable by U+FFFD, except
+    newlines, tabs and carriage returns. Otherwise it behaves like `stream`."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -1,6 +1,6 @@
 """mcore_adapter's names for trainer hooks, which a subclass may override or call.
 
-Only an overridden hook is called in each step; without an override no step passes through here.
+Without an override no step passes through here.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 if CUDA is there, and a short one for CUDA.
 
 This is the only file of the package that assigns to other libraries' attributes. Each row is
-(object, attribute, replacement, reason); `apply()` walks the first table once per process,
-`apply_on_cuda()` the second.
+(object, attribute, replacement, reason); `apply()` walks the first table, `apply_on_cuda()` the
+second.
 """
 
 import contextlib
@@ -249,8 +249,8 @@ _PAGED_STASH = "megatron.core.transformer.moe.paged_stash"
 
 
 class _WithoutTriton(types.ModuleType):
-    """Stands for a megatron-core module: each name without leading underscores is a function that
-    raises ImportError."""
+    """Stands for a megatron-core module: each name that does not begin with two underscores is a
+    function that raises ImportError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -347,7 +347,7 @@ def compiling_later() -> Iterator[None]:
     """A context that saves seconds of import time: modules imported in it do not load torch's
     compiler (torch._dynamo) and sympy, unless a module imports them by name.
 
-    Three things load them otherwise, and wait here. megatron-core decorates fused functions with
+    Three things would load them, and are delayed. megatron-core decorates fused functions with
     torch.compile: each function compiles at its first call instead. megatron-core imports torch's
     distributed tensors, which import the compiler's symbolic shapes and with them sympy: these load
     when a function needs them. torch excludes some Python operators from compilation, such as

@@ -1,8 +1,7 @@
 """The datasets of a run: token-cache shards, joined, split, mixed, packed and described.
 
 A sample is a list of documents {"input_ids", "labels"} with shifted labels: labels[t] is the target
-at position t, or IGNORE_INDEX. Nothing here is collective: every rank makes the same calls and gets
-the same result.
+at position t, or IGNORE_INDEX. Nothing here is collective.
 """
 
 import hashlib
@@ -35,11 +34,11 @@ _shown.maxstring = 600  # maximum characters of a sample in the report
 
 
 class TokenDataset(Subset):
-    """A map-style dataset of tokenised samples, read from memory-mapped files. `dataset[i]` is a
-    list of documents {"input_ids": int64 [n], "labels": int64 [n]}, which may have more columns. A
-    text or a conversation is one document; a preference pair is two, chosen and rejected.
+    """A map-style dataset of tokenised samples in token-cache shards. `dataset[i]` is a list of
+    documents {"input_ids": int64 [n], "labels": int64 [n]}, which may have more columns: two for a
+    preference pair, chosen and rejected; otherwise one.
 
-    shards: token-cache shards, one per dataset, with the same number of documents per sample.
+    shards: one per dataset, with the same number of documents per sample.
     index: int64, which samples to use, in order, counted through all shards (None: all). ends:
     cumulative shard sizes. num_tokens counts input_ids, num_trained_tokens counts labels other than
     IGNORE_INDEX.
@@ -68,21 +67,20 @@ class TokenDataset(Subset):
 
     @property
     def work(self) -> np.ndarray | None:
-        """float64 [samples, 2] for pairs: tokens, and the sum of squared document lengths.
-        BatchPlan balances data-parallel ranks by them. None for samples of one document, which are
-        not balanced."""
+        """float64 [samples, 2] for pairs: tokens, and the sum of squared document lengths, by which
+        data-parallel ranks are balanced. None for samples of one document."""
         return None if self.documents_per_sample == 1 else work_of(self.document_lengths)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the samples, their order and the tokenising code. It is a cache key for results
-        that are computed from the samples, such as reference log-probabilities."""
+        """A hash of the shards' folder names, which are hashes of data, keys and tokenising code,
+        and of the samples' order: a cache key for results such as reference log-probabilities."""
         return self._digest([shard.folder.name for shard in self.shards])
 
     @property
     def identity(self) -> str:
-        """A hash of the data's files, options, tokenizer and sample order. A resumed run must have
-        the same identity. Unlike `fingerprint` it does not change with this package's code."""
+        """A hash of the data's files, options, tokenizer and sample order, without the source code
+        that `fingerprint` includes. A resumed run must train on data of the same identity."""
         return self._digest([shard.identity for shard in self.shards])
 
     def _digest(self, names: list[str]) -> str:
@@ -183,8 +181,8 @@ def tokens_of(document: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def marked_runs(
     tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[tuple[str, bool]]:
-    """Decode tokens in runs -> [(text, True if it has loss)]. A run ends where loss begins or ends,
-    or at image placeholders (media.token_ids), which are shown as one token and a count:
+    """Decode tokens in runs -> [(text, True if it has loss)]. Runs are cut where loss begins or
+    ends, and around placeholders (media.token_ids), which are shown as one token and a count:
     "<|image_pad|> x 64". trained: bool, True for tokens with loss."""
     is_placeholder = np.isin(tokens, media.token_ids)
     borders = np.flatnonzero(np.diff(trained) | np.diff(is_placeholder)) + 1
@@ -236,8 +234,8 @@ def _describe_shard(
 def show_samples(
     samples: Iterable[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[str]:
-    """Report lines with the text of a dataset's first sample: one line; for a pair two, chosen and
-    rejected. samples: the first sample as documents, or nothing."""
+    """Report lines with the text of a dataset's first sample: one per document, which for a pair
+    are chosen and rejected. samples: the first sample's list of documents alone, or nothing."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
@@ -281,10 +279,10 @@ def load_datasets(
     is. tokenizer: its chat template may be replaced in place, as the keys say, so that an export
     has it too. seed: for val_size, mixing and the order of a stream. media: reads the model's
     images and other inputs than text. stream_args: StreamArguments; None: nothing is streamed. Not
-    collective: one of the processes that share cache_dir tokenises what is not streamed, and the
-    others wait for its files.
+    collective; load_shard says which process tokenises what is not streamed.
 
-    Raises ConfigError for wrong keys; ValueError for unusable input or a dataset without samples.
+    Raises ValueError for wrong keys (most of them as ConfigError), for unusable input, and, unless
+    it is streamed, for a dataset without samples.
     """
     world.end_second_run()
     objective = objective_of(stage)

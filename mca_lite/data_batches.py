@@ -2,9 +2,9 @@
 packs.
 
 A sample is a list of documents {"input_ids", "labels"}, where labels[t] is the target at position t
-or IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a pair, the
-documents of several samples for a pack. Letters: b samples of a micro-batch, s positions. Nothing
-here is collective: each rank computes its plan."""
+or IGNORE_INDEX: two documents for a pair, chosen and rejected; those of several samples for a pack.
+Letters: b samples of a micro-batch, s positions. Nothing here is collective: each rank computes its
+plan."""
 
 import copy
 import functools
@@ -39,8 +39,8 @@ _DRAWS = 1000  # drawn at once, as Hugging Face's datasets does
 
 
 def documents_of(sample: Any) -> list[Mapping[str, Any]]:
-    """A sample as a list of documents. Accepted are one document {"input_ids", "labels"}, a pair
-    {"chosen", "rejected"} of them, or a list of either. A pair's other columns are given to its
+    """A sample as a list of documents. A sample is a document {"input_ids", "labels"}, a pair
+    {"chosen", "rejected"} of samples, or a list of samples. A pair's other columns are given to its
     documents that lack them. Raises ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
@@ -79,10 +79,9 @@ def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[st
 
 def _row(sample: Any) -> dict[str, torch.Tensor]:
     """The documents of a sample joined into one row: columns per token [n, ...], columns per
-    document [documents], columns of images and other inputs concatenated. attention_mask numbers
-    each token's document from 1, unless a single document brings its own mask. Raises ValueError
-    for unknown columns, wrong values, a column that only some documents have, no document, or an
-    empty one."""
+    document or sample [documents], columns of images and other inputs concatenated. attention_mask
+    numbers each token's document from 1, unless a single document brings its own mask. Raises
+    ValueError as Collator does, and for no document or an empty one."""
     documents = documents_of(sample)
     given = _given_by("sample")
     for document in documents:
@@ -163,13 +162,14 @@ class Collator:
     attention_mask: number of each token's document in its row, from 1; 0 for padding. A sample of
     one document may bring its own numbers. Labels of padding are IGNORE_INDEX.
 
-    The batch also has registered columns, columns that a loss reads (such as "reference", the
-    log-probability under a reference model), and columns for images and other inputs. A column is
-    [b, s, ...] if it is per token, [b, most documents per row] if it is per document, and
-    concatenated over rows if it is for inputs other than text.
+    The batch also has registered columns and, if the samples have them, columns that a loss reads
+    (such as "reference", the log-probability under a reference model) and columns for images and
+    other inputs. A column is [b, s, ...] if it is per token, [b, most documents per row] if it is
+    per document or sample, and concatenated over rows if it is for inputs other than text.
 
-    Raises ValueError for anything but samples, for wrong values, and for a column that only some
-    documents have, unless it is attention_mask, registered, or of images and other inputs.
+    Raises ValueError for anything but samples, for unknown columns, for wrong values in columns of
+    tokens, documents and samples, and for a column that only some documents have, unless it is
+    attention_mask, registered, or of images and other inputs.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -244,8 +244,9 @@ def check_batch(
 ) -> dict[str, Any]:
     """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
     if they are absent, and without position_ids. Raises ValueError for unknown, unread or missing
-    columns, wrong shapes, padding on the left, labels of padding, labels that look unshifted, and
-    for a batch outside `limits` or with several documents in a row unless `packs`.
+    columns, wrong shapes, padding on the left, labels of padding, labels that look unshifted, a
+    batch outside `limits`, and, unless `packs`, for several documents in a row or position_ids
+    other than 0, 1, 2, ....
 
     packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
     this package that the stage's loss does not read.
@@ -370,8 +371,9 @@ def _check_limits(batch: Batch, limits: Limits) -> None:
 
 
 def count_tokens(batch: Batch) -> tuple[int, int, int, int, int]:
-    """(tokens, sum of squared document lengths, image patches, sum of squared patches per image or
-    video frame, frames of audio) of a checked batch, without padding."""
+    """(tokens, sum of squared document lengths, patches of images and videos, sum of squared
+    patches per image or time step of a video's grid, frames of audio) of a checked batch, without
+    padding."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
     grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if name in batch]
     # a vision tower's attention stays within an image, or one frame of a video
@@ -394,8 +396,8 @@ class Turns:
     interleave_under and interleave_over complete the last round; with weights each turn is drawn,
     reproducibly by seed.
 
-    The caller adds a dataset to `exhausted` once it has used its last sample; if the dataset's turn
-    comes again, the caller starts it from its beginning. taken: turns so far."""
+    The caller adds a dataset to `exhausted` once it has used its last sample; if the dataset is
+    yielded again, the caller starts it from its beginning. taken: turns so far."""
 
     def __init__(
         self,
@@ -445,8 +447,8 @@ class BatchPlan:
     per rank; FILLER stands for missing samples.
 
     costs: one value per sample. If given, a step's samples are sorted by falling cost, and in each
-    micro-batch the costliest go to the rank with the least cost so far: the step has the same
-    samples, with similar work on every rank.
+    micro-batch the costliest go to the rank with the least cost so far, to give ranks similar work.
+    The step has the same samples.
     """
 
     num_samples: int
@@ -526,8 +528,8 @@ class _MicroBatches:
 
 class _Filled(Dataset):
     """A map-style dataset with a user's collate function, for BatchPlans with fillers. `self[i]` is
-    (i, sample); index FILLER gives sample 0. collate() masks a filler's row: labels IGNORE_INDEX,
-    and attention_mask 0 if the batch has one. A ValueError of the user's function gets the sample
+    (i, sample); index FILLER gives sample 0. collate() masks a filler's row: labels IGNORE_INDEX
+    and attention_mask 0, if the batch has them. A ValueError of the user's function gets the sample
     indices added."""
 
     def __init__(self, dataset: Any, collate: Callable[..., Any]) -> None:
@@ -562,8 +564,8 @@ class _Filled(Dataset):
 
 
 def _sample_of(is_filler: bool, sample: Any) -> Any:
-    """The sample; if is_filler, without its columns for images and other inputs, because a filler's
-    placeholder tokens are masked."""
+    """The sample; if is_filler, its documents without columns for images and other inputs, because
+    a filler's placeholder tokens are masked. What documents_of() refuses is returned as it is."""
     if not is_filler:
         return sample
     try:
@@ -592,9 +594,9 @@ def make_loader(
 
     It ends with epoch num_epochs - 1 (counted from the run's start); None: never.
     plan.num_micro_batches(i) tells how many belong to step i. dataset: any map-style dataset.
-    collate: list of its samples -> mapping. A FILLER is collated as sample 0, with its row's labels
-    set to IGNORE_INDEX and its attention_mask to 0. Raises ValueError for a dataset that is not
-    map-style.
+    collate: list of its samples -> mapping. A FILLER is collated as sample 0 without images and
+    other inputs; then its row's labels and attention_mask, if the mapping has them, are set to
+    IGNORE_INDEX and 0. Raises ValueError for a dataset that is not map-style.
     """
     expect(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),
@@ -634,8 +636,8 @@ class Stream(Protocol):
 
         plan: batch sizes and ranks. state: the data_position of a micro-batch; None: the beginning.
         num_workers: above 0, batches are prefetched in another process. speaks: if True, print what
-        is found about records (unusable, cut, ...). Raises ValueError if `state` is not a position
-        of a stream."""
+        is found about records (unusable, cut, ...). Raises ValueError if `state` has fields
+        that a position lacks."""
 
     def describe(self) -> str:
         """A line about the stream for the summary at a run's start."""
@@ -706,9 +708,9 @@ def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
 
 
 class View(Dataset):
-    """Base class for views of a dataset that change the columns of its documents. work (the cost of
-    each sample, for balancing ranks) and identity are copied from the dataset; None if it has none.
-    """
+    """Base class for views of a dataset that change its samples, such as by adding a column. work
+    (the cost of each sample, for balancing ranks) and identity are copied from the dataset; None if
+    it has none."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -723,8 +725,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Pack samples by length -> int64 sample indices per pack; the lengths in a pack sum to at most
     `capacity`. Deterministic.
 
-    Best fit, longest first: a sample goes into the fullest pack that has room for it, or opens a
-    new pack. Raises ValueError for a sample longer than capacity.
+    Best fit, longest first: a sample goes into the fullest pack that has room for it; if there is
+    none, it opens a new one. Raises ValueError for a sample longer than capacity.
     """
     if lengths.max(initial=0) > capacity:
         raise ValueError(

@@ -1,13 +1,12 @@
 """Conversations as text, with the spans of text to train.
 
-A chat template writes a conversation without telling where its answers are. There are two ways to
-find them:
+A chat template need not tell where it writes the answers. There are two ways to find them:
 
 1. The template's {% generation %} marks.
-2. Without marks, each answer is replaced by a marker and the conversation is rendered again. The
-text before and after the marker stands in the real conversation too, so the answer is between them.
-It ends with the end-of-turn token. It begins after the prompt used at inference, if that is found,
-so thinking before the marker counts as part of the answer.
+2. Without usable marks, an answer is replaced by a marker and the conversation is rendered again.
+The real conversation must have the text before and after the marker too, so the answer is between
+them. It ends with the end-of-turn token. It begins after the prompt used at inference, if that is
+found, so thinking before the marker counts as part of the answer.
 
 Thinking and tools are written as text if a template has no place for them.
 """
@@ -104,12 +103,12 @@ class _Style:
 
 
 class Rendered(NamedTuple):
-    """A document as text. spans: [start, end) in characters, the text to train; one that begins at
-    -1, or ends after the text, includes tokens without text there. is_plain: True if no template
-    wrote the text, so that the tokenizer must add special tokens. media: inputs other than text, in
-    order. lacks_thinking: True if the template drops an answer's thinking even while it is the last
-    message; strips_thinking: True if it drops thinking of earlier turns and the whole conversation
-    is trained."""
+    """A document as text. spans: [start, end) in characters, the text to train, not read for stage
+    pt; one that begins at -1, or ends after the text, includes tokens without text there. is_plain:
+    True if no template wrote the text, so that the tokenizer must add special tokens. media: inputs
+    other than text, in order. lacks_thinking: True if the template drops an answer's thinking even
+    while it is the last message; strips_thinking: True if it drops thinking of earlier turns and
+    the whole conversation is trained."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -121,8 +120,8 @@ class Rendered(NamedTuple):
 
 def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
     """Run render() in a thread -> its result; its exception is raised here. place() names the
-    record that is being rendered, and is called every RENDER_S seconds. Raises ValueError if it
-    names the same record twice in a row, because a chat template may never end."""
+    record that is being rendered, and is called every RENDER_S seconds until render() ends. Raises
+    ValueError if it names the same record twice in a row: a chat template may never end."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -148,8 +147,9 @@ def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, data_args: Keys, media: Media = TEXT
 ) -> tuple["ChatRenderer", list[str]]:
-    """(the run's ChatRenderer, report lines), from the DataArguments. The tokenizer's chat template
-    is set from the keys, in place. media: reads the model's images and other inputs than text.
+    """(the run's ChatRenderer, report lines), from the DataArguments. If the keys say so, the
+    tokenizer's chat template is replaced, in place. media: reads the model's images and other
+    inputs than text.
 
     Raises ConfigError for an unreadable template file or a wrong end_of_answer; ValueError for a
     tokenizer without character offsets, a `template` that is needed and unknown, and a template
@@ -175,12 +175,12 @@ def chat_renderer(
 def _set_template(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template: str | None
 ) -> list[str]:
-    """Set the tokenizer's chat template from the keys, in place -> report lines.
+    """Set the tokenizer's chat template from the keys, if they name one, in place -> report lines.
 
     chat_template: a built-in template's name, a jinja text or a file; it replaces the tokenizer's.
     template: a LLaMA-Factory name; its built-in template is used if the tokenizer has none and
-    chat_template is not set. Raises ConfigError for an unreadable file, ValueError if it would be
-    used and is not built in.
+    chat_template is not set. Raises ConfigError for an unreadable file, ValueError if `template`
+    would be used and is not built in.
     """
     if template and not chat_template:
         if tokenizer.chat_template:
@@ -245,11 +245,11 @@ class ChatRenderer:
     def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
         """Render a conversation as text with the spans to train -> its samples. trained: "all"
         trains all text, "answers" each answer, "last" the last one, each with the end-of-turn
-        token. Messages of weight 0 are not trained.
+        token, if the template writes one. Answers of weight 0 are not trained.
 
         There is one sample, except with "answers" if the template strips thinking from earlier
-        turns: then each answer is trained in a sample that ends early enough to keep its thinking,
-        as at inference. Raises ValueError that names `where`.
+        turns: then an answer is trained in a sample that ends early enough to keep its thinking, as
+        at inference. Raises ValueError that names `where`.
         """
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
@@ -510,8 +510,8 @@ class ChatRenderer:
         return self._styles[key]
 
     def _end_of_turn(self, text: str) -> str:
-        """`text` up to the end of its first special token; if special tokens and then eos follow
-        one another there, up to the end of eos. "" if there is no special token."""
+        """`text` up to the end of its first special or added token; if such tokens and then eos
+        follow one another there, up to the end of eos. "" if there is none."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
         # longer tokens first, as they may begin alike; (?!) matches nothing
@@ -628,9 +628,9 @@ class ChatRenderer:
 
     def _prompts(self, before: str, messages: list[Message]) -> Iterator[str]:
         """Yield the texts that the prompt of the next answer may have in the finished conversation.
-        Rendered by itself, the prompt may end with a block of thinking, empty or open, that the
-        conversation does not have, or lack empty blocks before tool calls. before: the text before
-        the answer. messages: the earlier messages."""
+        Rendered by itself, the prompt may have blocks of thinking that the conversation lacks: an
+        empty or open one at its end, or empty ones earlier. before: the text before the answer.
+        messages: the earlier messages."""
         style = self._style
         written = []
         for options in (self.options, {}):
@@ -688,8 +688,8 @@ def _before_answer(content: str) -> str:
 
 
 def _check_weights(conversation: Conversation, trains_all: bool) -> None:
-    """Raise ValueError for a weight of a message that is not the assistant's, unless the run trains
-    it so anyway. trains_all: True if the run trains all messages."""
+    """Raise ValueError for a weight of a message that is not the assistant's, unless the weight
+    says what the run does with it anyway. trains_all: True if the run trains all messages."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
         expect(
@@ -701,8 +701,8 @@ def _check_weights(conversation: Conversation, trains_all: bool) -> None:
 
 
 def _reads(template: str, key: str) -> bool:
-    """True if the text of a chat template mentions `key` as the key of a message: .key, 'key' or
-    "key"."""
+    """True if `key` stands in the text of a chat template as the key of a message would: after a
+    dot or a quotation mark."""
     return bool(re.search(rf"[.'\"]{re.escape(key)}\b", template))
 
 
@@ -739,11 +739,11 @@ def _with_known_keys(message: Message, template: str) -> dict[str, Any]:
 def _for_template(
     messages: list[Message], tools: list[Any] | None, template: str
 ) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """(messages, tools) without what the chat template would drop or refuse.
+    """(messages, tools), with thinking or tools as text if the chat template has no place for them.
 
-    If it reads no thinking, thinking goes before the answer, in <think></think>. If it takes no
-    tools or no tool calls, they are written as Qwen does: tool descriptions end the system message,
-    or begin the first question if there is no system message; a call is JSON in
+    If it reads no thinking, thinking goes before the answer, in <think></think>. If there are tools
+    or calls and it does not take them, all are written as Qwen does: tool descriptions end the
+    system message, or begin the first question if there is no system message; a call is JSON in
     <tool_call></tool_call>; a tool's result is a user message in <tool_response></tool_response>.
     """
     if not _thinking_key(template):

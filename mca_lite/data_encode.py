@@ -86,9 +86,9 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 
 @dataclass
 class Tally:
-    """Counts what happens to a dataset's records. records: how many were read. counts: by a text
-    that completes the report line "<count> ...", such as "records cannot be used". kinds: text ->
-    BAD, CUT, .... places: text -> "file:line" of its first record."""
+    """Counts what happens to a dataset's records and samples. records: how many were read. counts:
+    by a text that completes the report line "<count> ...", such as "records cannot be used ...".
+    kinds: text -> BAD, CUT, .... places: text -> "file:line" of its first record."""
 
     records: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -155,8 +155,8 @@ class Reader:
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """Yield (record, position after it), from position `start` on. Raises ValueError if there
-        is no record, or, unless bad ones are skipped, if a record cannot be read or does not show
-        its file's format."""
+        is no record or a file cannot be read; unless bad records are skipped, also for a line that
+        cannot be read, and for a bad record before one has shown the file's format."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
@@ -180,7 +180,7 @@ class Reader:
                 return
 
     def _read(self, file: str, where: str, record: Any) -> tuple[Any, dict[str, Any]]:
-        """(content, registered columns) of a record. The content of an unusable record is its
+        """(content, {column: value}) of a record. The content of an unusable record is its
         ValueError, which is raised instead if the file's format is not yet known and bad records
         are not skipped."""
         if isinstance(record, ValueError):
@@ -228,9 +228,9 @@ class Encoder:
     A document with more than cutoff_len inputs is cut at its end. A pair is first cut at the start
     of its prompt, by the same tokens on both sides. cutoff_rule: proportion cuts by kept_of_turn
     instead. Texts to be joined (joins) are not cut; no image is cut in two. renderer: for
-    conversations; None for texts. data_args: DataArguments. media: the model's Media. options: all
-    that determines the result except records and tokenizer. Raises ValueError if a stage of texts
-    has a tokenizer that cannot end them, or proportion would cut images.
+    conversations; None for texts and token ids. data_args: DataArguments. media: the model's Media.
+    options: facts beside records and tokenizer that change the result. Raises ValueError if texts
+    are trained and the tokenizer is slow or lacks eos, or for proportion with a model of images.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Encoder:
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """Tokenise a list of records -> (samples kept, in order; Tally of the records). Raises
         ValueError, naming its "file:line", for an unusable record, unless bad records are skipped.
-        Also if the chat template or the tokenizer takes too long."""
+        Also if the chat template takes too long or the tokenizer gives up."""
         tally = Tally(records=len(chunk))
         rendered: list[tuple[str, dict[str, Any], Rendered]] = []  # (place, columns, text)
         current = ""
@@ -369,8 +369,8 @@ class Encoder:
         return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 
     def check_size(self, size: int, where: str) -> None:
-        """Raise ValueError, that names `where`, for a text much longer than cutoff_len keeps,
-        because tokenising takes 300 bytes per character. Texts to be joined may have any size."""
+        """Raise ValueError that names `where` if a record's `size` in characters is far above what
+        cutoff_len keeps, because tokenising takes memory. Texts to be joined may have any size."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
         expect(
             size <= most or self.joins,
@@ -380,10 +380,10 @@ class Encoder:
         )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
-        """Tokenise texts -> one document each, with loss on the tokens in its spans; texts for
-        pretraining have loss on all tokens. A plain text gets the special tokens that the tokenizer
-        adds (bos, if the model was trained with it); a chat template has written its special
-        tokens. Each text is tokenised as a whole, so that token borders are those of inference."""
+        """Tokenise texts -> one document each, with loss on the tokens that overlap its spans, but
+        not on placeholders; texts for pretraining have loss on all tokens. A plain text gets the
+        special tokens that the tokenizer adds, such as bos; in others the chat template has written
+        them. Each text is tokenised as a whole."""
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
@@ -551,8 +551,8 @@ def encode_all(
     ValueError if a tokenising process dies.
 
     workers: number of tokenising processes, without effect on the result; None: one for few
-    records, otherwise up to 8. One is this process, and so is it for a dataset of one chunk,
-    because starting another one takes seconds.
+    records, otherwise up to 8. With one, or for a dataset of one chunk, it is this process, because
+    starting others takes seconds.
     """
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
@@ -597,7 +597,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
     written.
 
     A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
-    shard of an earlier run.
+    shard that is older than this process.
     """
     cache_dir = cache_folder(data_args.cache_dir)
     key, identity = _keys(reader, encoder, cache_dir)
@@ -622,7 +622,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
 
 
 def tokenizer_identity(tokenizer: Any) -> list[Any]:
-    """Facts about a fast tokenizer, for hashes: the same facts mean the same tokens."""
+    """Facts about a fast tokenizer that decide which tokens it gives, for hashes."""
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
     return [
         type(tokenizer).__name__,
@@ -636,8 +636,8 @@ def tokenizer_identity(tokenizer: Any) -> list[Any]:
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
     """(name of a shard's folder in the token cache, name of the data for checkpoints), both hashes
     of the files' contents, the tokenizer, the dataset's declaration and the options. The folder's
-    name also depends on this package's tokenising code and on the folders of image files: no shard
-    is older than the code. The data's name does not, so a newer version can resume."""
+    name also depends on this package's tokenising code and on the folders of image files. The
+    data's name does not, so that a run can be resumed with a newer version."""
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")
     identity = {
@@ -664,13 +664,13 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
 
 
 def hash_of(facts: object) -> str:
-    """The sha256, in hexadecimal, of facts as JSON; what JSON cannot hold counts as its str()."""
+    """The sha256, in hexadecimal, of facts as JSON; a value that JSON lacks counts as its str()."""
     return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """The sha256 of a file's content. For 64 MiB and more it is cached in cache_dir by path, size
-    and modification time, unless the file was written just now."""
+    """The sha256, in hexadecimal, of a file's content. For 64 MiB and more it is cached in
+    cache_dir by path, size and modification time, unless the file was written just now."""
     stat = path.stat()
     # a file written just now may change again within the same clock tick
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
@@ -757,7 +757,7 @@ def write_shard(
 
 class Arrays(contextlib.ExitStack):
     """Writes columns that have an array per document, one file per column; without a folder, only
-    compares them. forms: {name: (dtype, shape of a token's value)}, from the first document."""
+    compares them. forms: {name: (dtype, shape of a token's value)} of the first document."""
 
     def __init__(self, folder: Path | None = None):
         super().__init__()
@@ -793,8 +793,8 @@ def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
 
 
 def damage(folder: Path) -> str | None:
-    """A description of the damage in a token-cache shard, found by checksums; None if it is intact.
-    A process checks an intact file once, and again only if its size or time has changed."""
+    """The damage of a token-cache shard, by its checksums or because it cannot be read; None
+    if nothing is. A process checks a good file once, and again only if its size or time changed."""
     try:
         meta = json.loads((folder / META_NAME).read_text())
         for name, written in meta["checksums"].items():
@@ -815,9 +815,9 @@ class Shard:
     arrays, pixels and the like.
 
     document_lengths: int64 [samples, documents per sample], number of input_ids. learned: int64
-    [samples], number of labels other than IGNORE_INDEX. columns: [documents, registered columns],
-    NaN where there is no value. meta: content of meta.json. tally: how many records were bad, cut
-    or noted. identity: a hash of files, keys and tokenizer.
+    [samples], number of labels other than IGNORE_INDEX. columns: float64 [documents, columns in
+    meta], NaN where there is no value. meta: content of meta.json. tally: how many records were
+    bad, cut or noted. identity: a hash of files, keys and tokenizer.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 file.
 
 Records have a place in the user's data: "file:line"; in parquet and in a .json file with a list of
-records, it is "file:number of the record". Other .json files have one object per line.
+records, it is "file:number of the record". Other .json files are read line by line, one value each.
 """
 
 import contextlib
@@ -42,13 +42,12 @@ SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this 
 
 @dataclass
 class DatasetSpec:
-    """One dataset: its files, and its declaration in dataset_info.json. Without one the first
-    usable record of a file decides how its records are read.
+    """One dataset: its files, and its declaration in dataset_info.json, if it has one.
 
     files: path -> kind (".jsonl", ...), which selects the reader. formatting: a record format's
-    name. columns: dataset_info.json's name of a column -> the name in the files. tags: names within
-    messages. num_samples: the maximum number of records. values: registered columns' values, for
-    records that have none.
+    name; None: the first usable record of a file shows its format. columns: dataset_info.json's
+    name of a column -> the name in the files. tags: names within messages. num_samples: the maximum
+    number of records. values: of registered columns, see data_records.dataset_columns.
     """
 
     name: str
@@ -142,8 +141,8 @@ def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str
 
     kind: the file's ending, which selects the reader. entry: the dataset's keys in
     dataset_info.json. They select the files below `folder` and `subset` whose path contains the
-    value of its key `split`. Without that key the value is train, and all files are taken if no
-    path contains it. Raises ValueError if the dataset cannot be read or no file is selected.
+    value of its key `split` as a word. Without that key the value is train, and all files are taken
+    if no path contains it. Raises ValueError if the dataset cannot be read or no file is selected.
     """
     from huggingface_hub import snapshot_download
 
@@ -284,10 +283,10 @@ def read_records(
     record. A .txt file is one document, or has one document per line; blank lines are skipped.
 
     kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable line is
-    yielded as its ValueError. cursor: where to begin; it moves with each record. Files of lines are
-    sought by bytes; other files, and compressed ones, are read again up to there. Raises ValueError
-    for invalid UTF-8, JSON, gzip or parquet, with the line's place or the file, and for parquet if
-    pyarrow is missing.
+    yielded as its ValueError, not raised. cursor: where to begin; it is moved in place with each
+    record. Files of lines are sought by bytes; other files, and compressed ones, are read again up
+    to there. Raises ValueError for invalid UTF-8, JSON, gzip or parquet, with the line's place or
+    the file, and for parquet if pyarrow is missing.
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()

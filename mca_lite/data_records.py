@@ -3,9 +3,10 @@ with messages in OpenAI's form.
 
 A new format is one row of FORMATS with its functions: `fits` recognises a record, `prompt` reads
 the turns before the answer, `answer` reads the answer (nothing, if `prompt` reads it too). `alone`
-and `in_pairs` name the columns in error messages; a row without them is not tried for
-conversations, or for pairs. Rows are tried in order on a file's first usable record. The answers of
-a pair are in the columns chosen and rejected in every format.
+and `in_pairs` name the columns in error messages; a row without `alone` is not tried for
+conversations, one without `in_pairs` not for pairs. Rows are tried in order on a file's first
+usable record. In every format a pair's answers are in the columns chosen and rejected, or in those
+that dataset_info.json names instead.
 """
 
 import os
@@ -32,9 +33,9 @@ def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str
     """{column: value} for a dataset's records: the registered columns, and this package's columns
     that keys of data_args set.
 
-    A number is the value for records that have no field of the column's name; a text names the
-    record field with the value; None means the column's default. Raises ValueError if the dataset
-    declares a value for a column that is not registered.
+    A number is the value for records that do not give their own; a text names the record field
+    with the value; None means the column's default. Raises ValueError if the dataset declares a
+    value for a column that is not registered.
     """
     columns = dict(sorted(registered_columns().items()))
     expect(
@@ -80,8 +81,8 @@ def column_values(
 
 
 def refuse_margin(record: Any, where: str) -> None:
-    """Raise ValueError if a record has a column "margin", as TRL's pairs do. Called for a stage
-    with a value head if no key says to read that column."""
+    """Raise ValueError if a record has a value in the column "margin", as TRL's pairs may. Called
+    for a stage with a value head if no key says which column has the margin."""
     has_margin = isinstance(record, dict) and record.get("margin") is not None
     expect(
         not has_margin,
@@ -92,7 +93,7 @@ def refuse_margin(record: Any, where: str) -> None:
 
 def label_of(record: Any, spec: DatasetSpec, where: str, is_binary: bool) -> float:
     """The label of a record's answer as a number, 1 for true, 0 for false. is_binary: True to
-    refuse other numbers. Raises ValueError if it is missing or not finite."""
+    refuse other numbers. Raises ValueError if it is missing, refused or not finite."""
     column = spec.columns.get("kto_tag")
     if column is None:
         given = (name for name in _LABELS if isinstance(record, dict) and name in record)
@@ -234,8 +235,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _in_frame(value: Any, where: str) -> dict[str, Any]:
-    """A tool's description, or a tool call, in OpenAI's form {"type": "function", "function":
-    {...}}. Raises ValueError if it has no name."""
+    """A tool's description, or a tool call, in OpenAI's form {"function": {"name": ..., ...}, ...}.
+    Raises ValueError if it has no name."""
     match value:
         case {"function": {"name": str()}}:
             return value
@@ -309,15 +310,15 @@ def _completion(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, An
 
 
 def is_plain(record: Any, form: str) -> bool:
-    """True if a record's prompt and completion are texts, which are then trained without a chat
-    template, as in TRL. form: the record's format."""
+    """True if a record's prompt and completion are texts and `form`, its format, is
+    prompt-completion: they are then trained without a chat template, as in TRL."""
     columns = ("prompt", "completion")
     return form == "prompt-completion" and all(isinstance(record.get(c), str) for c in columns)
 
 
 def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     """True if a pair's answers are whole conversations that contain the prompt: the first turn of
-    "chosen" is the user's or a system message. pairs has no effect."""
+    "chosen" is the user's, a system or a developer message. pairs has no effect."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
@@ -327,12 +328,13 @@ def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: b
 
 @dataclass(frozen=True)
 class Format:
-    """A format in which records may contain conversations, such as alpaca or sharegpt: how to
-    recognise it, and how to read messages from it.
+    """A record format, such as alpaca or sharegpt: how to recognise it, and how to read messages
+    from it.
 
     fits(record, spec, pairs): True if the record has this format; pairs: True for preference pairs.
-    prompt(record, spec, where), answer(record, spec, where): the messages of prompt and answer;
-    ValueError that names `where` ("file:line") for a wrong record.
+    prompt(record, spec, where), answer(record, spec, where): the messages of prompt and answer, or
+    all from prompt() and [] from answer(); ValueError that names `where` ("file:line") for a wrong
+    record.
     alone: for error messages, the columns of a record with one conversation; None: the format has
     no such records.
     in_pairs: for error messages, the columns of a pair besides chosen and rejected; None: the
@@ -462,12 +464,12 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
 class Conversation:
     """A conversation in OpenAI's form: an optional system or developer message, then user and
     assistant in turn, ending with the assistant (a prompt for generation may end and alternate
-    otherwise). Tool messages follow an assistant's.
+    otherwise). Tool messages follow an assistant's, one or several.
 
     weights: message index -> True if it is trained, False if not, where the record says so.
     options: variables of the chat template. is_plain: True for a prompt and completion without a
-    chat template. media: the images and other inputs of all messages; Media.block stands for each
-    in a message.
+    chat template. media: the images and other inputs of all messages; in a message a text such as
+    Media.block stands for each.
     """
 
     messages: list[Message]

@@ -17,10 +17,10 @@ class Keys(Protocol):
 
 
 class UserError(Exception):
-    """An error that the user can fix: the command line shows its text without a traceback.
+    """An error whose text is meant for the user: the command line shows it without a traceback.
 
     exit_code: the exit status of the process. same_on_all_ranks: True if every rank has the same
-    text, so that one rank prints it."""
+    text, so that only the main rank prints it."""
 
     exit_code = 2
     same_on_all_ranks = False
@@ -69,8 +69,9 @@ _CURRENT = object()
 class Judge:
     """Collects the Problems of a configuration, to raise them together.
 
-    arguments: an object whose attributes are keys. problems: Problems found earlier. bad: the keys
-    with a Problem; refuse() ignores further Problems that involve them."""
+    arguments: an object whose attributes are keys. problems: Problems found earlier, to which
+    others are added. bad: keys with a Problem; refuse() ignores further Problems that involve
+    them."""
 
     def __init__(self, arguments: Any, problems: Iterable[Problem] = ()) -> None:
         self.arguments = arguments
@@ -94,8 +95,7 @@ class Judge:
             self.bad.add(first)
 
     def expect(self, holds: object, *problem: Any) -> None:
-        """Add a Problem unless `holds` is true. problem: the arguments of refuse(), such as keys
-        and reason."""
+        """Call refuse(*problem) unless `holds` is true. problem: keys, reason, suggestion, ...."""
         if not holds:
             self.refuse(*problem)
 

@@ -561,8 +561,8 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
-    """The Family of a config.json's model_type. Raises ConfigError if the type is not supported,
-    with a list of the supported ones, or if it needs an optional part whose files are missing.
+    """The Family of a config.json's model_type. Raises ConfigError if the type is not supported, or
+    if it needs an optional part whose files are missing.
 
     values: the contents of the config.json, for a more precise reason.
     """
@@ -638,7 +638,7 @@ def values_of(hf: Any) -> dict[str, Any]:
 
 def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
     """The Rows of a model: one per megatron tensor, with its Hugging Face names. Names have {} for
-    the layer, so a row stands for the tensor in each layer; experts have separate rows.
+    the layer, so a row stands for the tensor in each layer that has it; experts have separate rows.
 
     config: an object with McaModelConfig's fields. Raises ConfigError for an unsupported model
     type.

@@ -162,9 +162,9 @@ def moe_rows(
     router: str = "gate",
     bias_of: str = "gate.",
 ) -> Iterator[Row]:
-    """Yield the rows of a layer's router and routed experts. In Hugging Face's files each expert
-    has separate tensors for gate, up and down. bias_of: the prefix of the router's bias. The other
-    arguments are Hugging Face's names of modules; hf is their common prefix."""
+    """Yield the rows of a layer's router and routed experts, with separate Hugging Face tensors for
+    each expert's gate, up and down. bias_of: the prefix of the router's bias. The other arguments
+    are Hugging Face's names of modules; hf is their common prefix."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
@@ -321,8 +321,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 
 def rope_parameters(hf: Any) -> list[dict[str, Any]]:
     """The rotary embedding's parameters in a transformers config `hf`, as new dicts with defaults
-    filled in. A list of one dict; or of two, if the config distinguishes layers: for sliding-window
-    layers, then for full-attention layers."""
+    filled in and Hunyuan's alpha applied to rope_theta. A list of one dict; or of two, if the
+    config distinguishes layers: for sliding-window layers, then for full-attention layers."""
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:
@@ -351,7 +351,7 @@ def _default(kind: type) -> Any:
 
 def field_of(hf: Any, key: str, default: Any = None) -> Any:
     """The value of `key` in a transformers config `hf`. `default` if the config's class has no such
-    field, because transformers' model ignores it then; head_dim is read in any case."""
+    field, even if config.json does; head_dim is read in any case."""
     # models read head_dim even if the config class has no such field
     if key == "head_dim" or hasattr(_default(hf.__class__), key):
         return getattr(hf, key, default)
@@ -364,10 +364,11 @@ class Family:
 
     rows: its tensors.
     config: config.json key -> McaModelConfig field, in addition to DENSE_CONFIG.
-    constants: McaModelConfig fields with one value for the family; they add to or override
-    _CONSTANTS. derived: function of the transformers config for the other fields.
+    constants: McaModelConfig fields with a value for the family, which `config` may override; they
+    add to or override _CONSTANTS. derived: function of the transformers config for the other
+    fields.
     refusals: config.json keys, separated by spaces, whose unsupported values raise an error: keys
-    of REFUSALS, or key=value or key=one|another with the only supported values.
+    of REFUSALS, or key=value or key=one|another with the supported values beside null.
     prediction: the config.json key with the number of multi-token prediction layers, if the family
     has any.
     has_windows: True if layers may have a sliding window. partial_rotary: True if transformers'

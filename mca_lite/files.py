@@ -251,7 +251,7 @@ class ChecksumWriter:
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:
     """Copy the files of `source` with one of `names` to `folder` -> the names copied. A link to a
-    file outside `source` is skipped, except in a hub snapshot, whose files are links to blobs."""
+    file outside `source` is skipped, unless it is a hub snapshot's link to its blobs."""
     copied = [name for name in names if lies_in(source / name, source)]
     for name in copied:
         write_file(folder / name, (source / name).read_bytes())
@@ -279,7 +279,8 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def snapshot_of(path: Path) -> Path | None:
-    """The hub-cache snapshot folder that is `path` or contains it; None if there is none."""
+    """The folder directly below one named "snapshots", as in the hub's cache, that is `path` or
+    contains it; None if there is none."""
     return next((p for p in (path, *path.parents) if p.parent.name == "snapshots"), None)
 
 
@@ -340,8 +341,8 @@ def resolve_folder(
 
 
 def may_be_on_hub(name: str) -> bool:
-    """True if a name could be a model on the hub, such as "Qwen/Qwen3-0.6B". False if it is a file,
-    looks like a path, or has an existing parent folder. No network is used."""
+    """True if a name could be a repository on the hub, such as "Qwen/Qwen3-0.6B". False if it is a
+    file, looks like a path, or names an existing parent folder. No network is used."""
     path = Path(name)
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     is_beside = "/" in name and path.parent.is_dir()
@@ -422,8 +423,9 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's text for users. It says "disk full" if a disk or quota is. The error's type
-    is named, unless it is a UserError, ValueError or OSError with a text."""
+    """An error's text for users. It says "disk full" if a disk or quota is. The error's type is
+    named, unless it is a UserError, ValueError or OSError with a text. An error of torch's archive
+    reader or writer counts as the OSError in its context, or as one of a full disk."""
     if "inline_container" in str(error):
         # torch's archive writer hides the operating system's error
         full = OSError("a file could not be written whole: No space left on device, or a limit")
@@ -438,7 +440,8 @@ def describe_error(error: BaseException) -> str:
 
 def users_place(error: BaseException) -> str | None:
     """The user's code that raised an error, or called the library that raised it, as "function
-    (file:line)". None if the innermost code outside of libraries belongs to this package."""
+    (file:line)". None if the innermost code outside of libraries belongs to this package, or if
+    there is none."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     for file, line, function in reversed(_FRAME.findall(text)):
         if Path(file).is_relative_to(Path(__file__).parent):

@@ -2,8 +2,7 @@
 
 `Finetuning` trains whole weights: all of them, or those that the keys leave unfrozen. A part may
 train some modules, or other tensors next to frozen weights, with a subclass in tables.FINETUNING.
-Modules have the names of Hugging Face's files. A frozen weight has no gradient, no optimizer state
-and no decay, and is exported unchanged unless an adapter is merged into it.
+Modules have Hugging Face's names. A frozen weight has no gradient, no optimizer state and no decay.
 """
 
 import contextlib
@@ -96,8 +95,8 @@ class Finetuning:
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
         """Freeze the weights that are not trained, in place, before McaTrainer is made -> the
-        model. Subclasses such as LoRA also add tensors: `seed` draws their initial values, and a
-        transformers model's frozen weights are cast to `dtype`."""
+        model. seed, dtype: for subclasses such as LoRA, which also add tensors, whose initial
+        values `seed` draws, and cast a transformers model's frozen weights to `dtype`."""
         if self.trained is not None:
             host = host_of(model)
             modules = self.trained
@@ -111,14 +110,14 @@ class Finetuning:
         return self.trained is None or module in self.trained
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """Context with the model as it was before training, such as with adapters off. Only
-        meaningful if can_be_off; this base class changes nothing."""
+        """Hook: context with the adapters off, which gives the model without them. Only meaningful
+        if can_be_off; this base class changes nothing."""
         return contextlib.nullcontext(model)
 
     @property
     def can_be_off(self) -> bool:
-        """True if without() gives the model as it was before training: adapters are trained, and no
-        whole weights.
+        """True if without() gives the model that the adapters were put on: adapters are trained,
+        and no whole weights.
         """
         return not self.is_whole and not self.saved
 
@@ -143,8 +142,8 @@ class Finetuning:
         raise NotImplementedError  # only a subclass with is_whole False needs it
 
     def export_beside(self, model: Any, folder: str | os.PathLike[str]) -> list[str]:
-        """Hook: write the trained tensors that are not whole weights, such as adapters, into a
-        folder. Returns the file names that this rank wrote. Collective.
+        """Hook: if whole weights are not exported, write what is trained, such as adapters, into a
+        folder. Returns the file names on global rank 0, [] on other ranks. Collective.
         """
         return []
 
@@ -161,8 +160,8 @@ class Finetuning:
     # -- checkpoints
 
     def sharded_state(self, chunk: Any) -> dict[str, Any]:
-        """{name: megatron ShardedTensor} of what a distributed checkpoint contains for this chunk
-        of the model.
+        """{name: megatron's ShardedTensor or ShardedObject} of what a distributed checkpoint
+        contains for this chunk of the model.
         """
         return chunk.sharded_state_dict()
 
@@ -224,8 +223,9 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
 
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
-    """Index of the lowest decoder layer through which gradients must flow, given the trained
-    modules' names; num_layers if there is none.
+    """Index of the first decoder layer that may need a backward pass, judged by the trained
+    modules' names; num_layers if none does. A module outside the layers counts as before the first
+    layer, but after the last one if its name ends in ".norm" or "lm_head".
     """
     # other modules come after the layers, or feed the first one
     ends = (".norm", "lm_head")
@@ -234,6 +234,7 @@ def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
 
 
 def layer_of(module: str, otherwise: int) -> int:
-    """Index of the decoder layer that a Hugging Face module is in; `otherwise` if it is in none."""
+    """The number N of the last "layers.N" in a Hugging Face module's name, which for a module of
+    the decoder is its layer's index; `otherwise` if there is none."""
     match = IN_LAYER.fullmatch(module)
     return otherwise if match is None else int(match[1])

@@ -1,7 +1,7 @@
 """Hosts: one view of a model's weights for both backends, by the names of Hugging Face's modules.
 
-`model` is VirtualModels or a transformers model; host_of() picks the host that hides the
-difference.
+`model` is VirtualModels, its McaModelConfig or a transformers model; host_of() picks the host that
+hides the difference.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -27,10 +27,10 @@ from .weights_files import NamedTensors
 
 
 class Weight(NamedTuple):
-    """A unit that modules_to_save can choose: one weight of a megatron model, or the parameters of
-    one module of a transformers model, without those of its submodules. key: the name by which a
-    MegatronHost or TorchHost knows it. modules: its Hugging Face modules, which can only be trained
-    together. is_tied: True if it is both embedding and head."""
+    """One weight of a megatron model, or the parameters of one module of a transformers model,
+    without those of its submodules. key: the name by which a MegatronHost or TorchHost knows it.
+    modules: its Hugging Face modules, which can only be trained together. is_tied: True for the
+    embedding, and for the head, if they share one weight."""
 
     key: Any
     modules: tuple[str, ...]
@@ -83,14 +83,15 @@ class MegatronHost:
 
     def weights(self) -> Iterator[Weight]:
         """Yield a Weight for each weight of the whole model, in layer order; weights on other ranks
-        are included."""
+        and a tied head are included."""
         for row, layer in in_layer_order(self.config):
             is_tied = self.is_tied and row.mca in VOCABULARY
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """Yield (Weight.key, this rank's shard, True if trainable) for each weight of this rank."""
+        """Yield (key, this rank's shard, True if trainable) for each weight of this rank: a
+        Weight.key, or the same kind of key for an adapter."""
         for key, view in own_parameters(self.models).items():
             yield key, view, stacked(view).requires_grad
 
@@ -134,7 +135,8 @@ class _Fields(SimpleNamespace):
 
 class TorchHost:
     """Access to the weights of a transformers model by module names. linears: its linear layers and
-    embeddings by name. fields: empty for a family that is not in FAMILIES."""
+    embeddings by name. fields: its config as McaModelConfig's fields; {} for a model type that is
+    not in FAMILIES."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model

@@ -1,8 +1,8 @@
 """A model's inputs other than text, such as pictures: Media handles these in records, Inputs in the
 model.
 
-The classes here are those of a text model: they accept no such input. A part registers its own
-classes in INPUTS. Reading records imports this module, before torch.
+The classes here are those of a text model: they accept no such input. tables.INPUTS names the
+classes of parts. Records are read without torch, so this module does not import it.
 """
 
 import re
@@ -20,8 +20,8 @@ from .tables import INPUTS, function_of, is_of_inputs
 
 class InputWork(NamedTuple):
     """FLOPs of the input modules (such as a vision tower). of_unit: per unit of input (an image
-    patch). of_square: per square of the number of units in an input, for attention. of_frame: per
-    frame of an audio's spectrum."""
+    patch). of_square: per square of the number of units that attend to each other, such as those
+    of an image. of_frame: per frame of an audio's spectrum."""
 
     of_unit: float
     of_square: float
@@ -69,9 +69,9 @@ class Media:
     # -- of a record
 
     def of_columns(self, record: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
-        """The image values in a record: from its column `images` (LLaMA-Factory), otherwise from
-        its column `image` (TRL) if that value's type is in `kinds`. [] if there are none. columns:
-        dataset_info.json's names of columns -> the names in the files."""
+        """The inputs' values in a record's columns; in this class those of images: from `images`
+        (LLaMA-Factory), otherwise from `image` (TRL) if that value's type is in `kinds`. [] if
+        there are none. columns: dataset_info.json's names of columns -> the names in the files."""
         found = record.get(columns.get("images", "images")) or []
         alone = record.get("image")
         if not found and isinstance(alone, self.kinds):
@@ -79,8 +79,8 @@ class Media:
         return found if isinstance(found, list) else [found]
 
     def values_of(self, record: dict[str, Any], columns: dict[str, Any], where: str) -> list[Any]:
-        """The image values in a record's columns, as of_columns() returns them. ValueError, naming
-        `where`, if an `unread` column has a value."""
+        """The inputs' values in a record's columns, as of_columns() returns them. ValueError,
+        naming `where`, if an `unread` column has a value."""
         for column in self.unread:
             expect(
                 not record.get(columns.get(column, column)),
@@ -123,17 +123,18 @@ class Media:
     def check_template(
         self, template: str, render: Callable[..., Any], messages: list[dict[str, Any]]
     ) -> None:
-        """Raise ValueError if the chat template writes an image in another form than `block`.
-        render: (messages) -> text. Base class: nothing is checked."""
+        """Raise ValueError if the chat template writes an image in another form than `block`, or
+        changes the rest of its message. render: (messages) -> text. Base class: nothing is
+        checked."""
 
     def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
         """Raise ValueError if the rendered conversation lacks an input of its messages. Base class:
         nothing is checked."""
 
     def placed(self, text: str, inputs: Sequence[Any], where: str) -> tuple[Any, ...]:
-        """The inputs whose `block` stands in `text`, with their sizes. `text` may be the beginning
-        of a conversation and then holds only the first of its inputs. Raises ValueError for an
-        unusable input, or a placeholder token without an input. Base class: ()."""
+        """The inputs whose text (`block` for an image) stands in `text`, with their sizes. `text`
+        may be the beginning of a conversation and then holds only the first of its inputs. Raises
+        ValueError for an unusable input, or a placeholder token without one. Base class: ()."""
         return ()
 
     def expand(self, document: np.ndarray, inputs: Sequence[Any]) -> np.ndarray:
@@ -154,8 +155,8 @@ class Media:
         return ""
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Any]) -> dict[str, Any]:
-        """The columns that the model needs for a document's inputs, such as pixels. ids: the
-        document's tokens [n]. Base class: {}."""
+        """The columns beside tokens that the model needs for a document, such as its inputs' pixels
+        and rotary positions. ids: the document's tokens [n]. Base class: {}."""
         return {}
 
     def prompt(
@@ -224,8 +225,8 @@ class Inputs:
     # -- on megatron-core
 
     def build(self, model: Any) -> None:
-        """Add the input modules to a model chunk on megatron-core, from the chunk's constructor.
-        Base class: nothing is added."""
+        """Add the input modules to a model chunk on megatron-core, if it is the one that has them;
+        called in the chunk's constructor. Base class: nothing is added."""
 
     def embed(
         self, model: Any, hidden: Any, shared: dict[str, Any], **columns: Any
@@ -233,12 +234,12 @@ class Inputs:
         """Replace placeholder embeddings by the features of a micro-batch's inputs -> (hidden,
         features, change).
 
-        features: one tensor for each of the first decoder layers, to add to its output.
-        change(embeddings, slots): replaces embeddings of the tokens ahead, for multi-token
-        prediction, by the features whose indices are in slots (-1: none); None if this rank
-        computed no features. columns: the micro-batch's
-        input columns. shared: keyword arguments for the layers; entries are added in place. This
-        base class raises ValueError, because a text model takes no such columns.
+        features: tensors to add to the outputs of the first decoder layers, one per layer; [] if
+        there are none. change(embeddings, slots): replaces embeddings of the tokens ahead, for
+        multi-token prediction, by the features whose indices are in slots (-1: none); None if this
+        rank computed no features. columns: the micro-batch's input columns. shared: keyword
+        arguments for the layers; entries are added in place. This base class raises ValueError,
+        because a text model takes no such columns.
         """
         raise ValueError(
             f"expected text alone, got {', '.join(columns)}: set model_name_or_path to one that "
@@ -265,9 +266,9 @@ class Inputs:
     def for_transformers(
         self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
-        """(keyword arguments, position_ids) for a transformers model's forward pass. inputs,
-        positions: the keyword arguments and position ids that text alone would need; the base class
-        returns them unchanged. is_padding: bool, True for padding."""
+        """(keyword arguments, position_ids) for a transformers model's forward pass. inputs: the
+        batch's columns for the model, which may be changed in place. positions: the position ids
+        of text alone. The base class returns both unchanged. is_padding: bool, True for padding."""
         return inputs, positions
 
     def parameters_of(self, model: Any) -> list[list[Any]]:
@@ -284,10 +285,10 @@ class Inputs:
     # -- on both
 
     def rests(self, micro_batches: Any) -> set[int]:
-        """The kinds of input, as indices in ckpt_megatron.STEPS, that no micro-batch of a step has,
-        on any rank. The optimizer then skips their modules; otherwise it would decay weights and
-        moments without a gradient. Collective, and called only if input modules are trained. Base
-        class: none."""
+        """The kinds of input, as indices in ckpt_megatron.STEPS, that none of the micro-batches
+        has, on any rank. The optimizer skips their modules in a step without them; otherwise it
+        would decay weights and moments without a gradient. Called only if input modules are
+        trained, and then collective. Base class: none."""
         return set()
 
     def work(self, model: Any) -> InputWork | None:

@@ -1,9 +1,9 @@
-"""Operations that run as one kernel on a GPU and in plain torch elsewhere: norms, rotary embedding,
+"""Operations that are compiled on a GPU and run in plain torch elsewhere: norms, rotary embedding,
 activations, AdamW.
 
-Operations of every model have a Triton kernel in part_triton.py; operations that only some models
-need (experts, caps) are compiled by torch.compile. `switch` turns both off; a machine without a
-compiler runs plain torch, with a warning.
+Operations of most models have Triton kernels in part_triton.py; others, which only some models
+need (experts, caps), are compiled by torch.compile. `switch(False)` turns both off; a machine with
+a GPU and without a compiler runs plain torch, with a warning.
 Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels per
 head.
 """
@@ -163,8 +163,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
 ) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, with the mean square in float32 and the result
-    in x's dtype, which is also the weight's.
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension, with the mean in float32. The
+    result has the dtype that x and weight share.
 
     zero_centered: True if weights are stored minus 1 (Gemma's): 1 is added to them, and they
     multiply before rounding.
@@ -184,8 +184,7 @@ def norm_beside(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x), x). If x is also used elsewhere, as the residual, use the second result there:
-    on a GPU the norm's backward kernel then also adds the residual's gradient, which saves a
-    kernel."""
+    if kernels are compiled, the norm's backward kernel then also adds the residual's gradient."""
     if compiles(x):
         return fused().Norm.apply(x, weight, eps, zero_centered, True)
     return rms_norm(x, weight, eps, zero_centered), x
@@ -251,8 +250,8 @@ def rotated_heads(
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """split_heads, then rms_norm of queries and keys, then rotate -> (query, key, value), in one
-    kernel on a GPU if d is even. norms: (query weight, key weight, eps, zero_centered); None: no
-    norms. Other arguments: see split_heads() and rotate()."""
+    Triton kernel if these run here and d is even. norms: (query weight, key weight, eps,
+    zero_centered); None: no norms. Other arguments: see split_heads() and rotate()."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
         tensors = mixed, bias, of_query, of_key, cos, sin
@@ -350,9 +349,9 @@ class AdamW(torch.optim.Optimizer):
     weight, and an int16 with its remaining bits: together they are w, bit for bit. Ties round away
     from zero.
 
-    v in bf16 is rounded stochastically: with b2 = 0.999 it changes by less than half of bf16's last
-    bit, so rounding to nearest would never let it fall. The random bits are a hash of step and
-    element, so that replicas, and a resumed run in the same layout, draw the same.
+    v in bf16 is rounded stochastically: with b2 = 0.999 a step lowers it by less than half of
+    bf16's last bit, so rounding to nearest would never let it fall. The random bits are a hash of
+    step and element, so that replicas, and a resumed run in the same layout, draw the same.
 
     halves: which of exp_avg and exp_avg_sq are bf16. A parameter's gradient is its decoupled_grad
     if it has one (megatron's name for a gradient of another dtype), else grad. factor: a number, or

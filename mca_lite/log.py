@@ -1,12 +1,13 @@
 """A run's log: start summary, progress, trainer_log.jsonl and trackers; speed and FLOPs.
 
 FLOPs of a step: (4 F + 6 T) tokens + 6 c (sum of squared document lengths). F and T: frozen and
-trained weights that are multiplied with a token; layers below every trained weight have no backward
-pass: 2 tokens and 2 c squares. c: half the query and value channels, summed over heads and layers,
-because attention is causal. Linear attention: 6 tokens times the multiplications in its convolution
-and its state; 2 in layers below. Pictures: 2 passes (weights per patch) patches + 4 passes (width x
-layers) (sum of squared patches per picture), with three passes if any of the vision tower is
-trained, else one; layers with windows count their windows instead."""
+trained weights that are multiplied with a token. Without adapters, layers below every trained
+weight have no backward pass, and count 2 in place of 4 and 6; so do extra forward passes. c: half
+the query and value channels, summed over heads and layers, because attention is causal. Linear
+attention: 6 tokens times the multiplications in its convolution and its state, or 2 likewise.
+Pictures: 2 passes (weights per patch) patches + 4 passes (width x layers) (sum of squared patches
+per picture or video frame), with three passes if any of the tower on this rank is trained, else
+one; layers with windows count their windows instead. Audio: FLOPs per frame times frames."""
 
 import contextlib
 import json
@@ -69,9 +70,9 @@ class Throughput:
     """Times the steps between two log lines and turns their token counts into rates.
 
     Counts are of whole steps, over all ranks. world_size: number of devices; peak_flops: FLOP/s of
-    one device, None if unknown. Nothing here waits for the GPU: queued work shifts a step's time to
-    the next step. The sums between two lines are right as long as the loop reads a value (loss,
-    gradient norm) in each step.
+    one device, None if unknown. Nothing here waits for the GPU: work still queued at stop() is
+    counted in a later step, or not at all if it ends before that begins. It is little if the loop
+    reads a value (loss, gradient norm) in each step.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Throughput:
 
     def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
         """Mark the end of a step. tokens: without padding; positions: with padding; model_flops:
-        forward and backward passes of the step's model (0: not counted)."""
+        FLOPs of the step over all ranks (0: not counted)."""
         self._time_s += self._clock() - self._started
         self._steps += 1
         self._tokens += tokens
@@ -139,8 +140,9 @@ class Throughput:
 class ModelSizes(NamedTuple):
     """The sizes of a model that decide the cost of a token, from a config of either backend.
     weights: number of weights that a token is multiplied with. core: half the query and value
-    channels, summed over heads and layers. mlp_weights: per layer, on average; of experts those
-    that a token uses. linear: multiplications per token in linear attention, besides weights."""
+    channels, summed over heads and layers of softmax attention. mlp_weights: per layer, on average;
+    of experts those that a token uses. linear: multiplications per token in linear attention,
+    besides weights."""
 
     weights: float
     core: float
@@ -152,8 +154,7 @@ class ModelSizes(NamedTuple):
 
     def cost(self, tokens: Any, squares: Any) -> Any:
         """Multiplications in a forward pass over documents with `tokens` tokens in all, and
-        `squares`, the sum of their squared lengths. Numbers or arrays. The same on every rank, so
-        that all ranks make the same plan."""
+        `squares`, the sum of their squared lengths. Numbers or arrays."""
         return (self.weights + self.linear) * tokens + self.core * squares
 
     def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
@@ -171,8 +172,9 @@ class ModelWork:
     """The model's sizes on which a step's FLOPs depend; the formulas are at the top of this file.
     frozen, trained: numbers of weights that a token is multiplied with. core, linear: sizes of
     softmax and of linear attention, counted as ModelSizes says. below, core_below, linear_below:
-    weights, core and linear of layers without a backward pass, which the other fields leave out.
-    reference: sizes for forward passes without a backward pass. inputs: FLOPs of a vision tower."""
+    weights, core and linear of layers counted without a backward pass, which the other fields leave
+    out. reference: sizes for extra forward passes. inputs: FLOPs of the towers for pictures and
+    audio."""
 
     frozen: float = 0.0
     trained: float = 0.0
@@ -193,8 +195,8 @@ class ModelWork:
         frames: float = 0.0,
     ) -> float:
         """FLOPs of a step. tokens: number of tokens without padding. squares: sum of squared
-        document lengths. units, unit_squares: number of image patches (or other units of inputs),
-        and the sum over images of their squared number. frames: number of frames of audio."""
+        document lengths. units, unit_squares: number of image patches, and the sum over images and
+        video frames of their squared number. frames: number of frames of audio."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
@@ -267,8 +269,8 @@ def _is_embedding(module: str) -> bool:
 
 
 def model_sizes(config: Any) -> ModelSizes | None:
-    """The sizes in a McaModelConfig or a transformers config; None if its family is not in
-    FAMILIES."""
+    """The sizes in a McaModelConfig or a transformers config; None for another object, such as
+    None, and for a family that is not in FAMILIES."""
     fields = _fields_of(config)
     if not fields:
         return None
@@ -308,8 +310,8 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
 
 def _linear_products(fields: dict[str, Any]) -> int:
     """Number of multiplications per token in a linear attention layer, besides those with its
-    weight matrices: in the convolution, and 3 k v per head, because each number of a head's state
-    [k, v] is multiplied three times. fields: McaModelConfig's fields."""
+    weight matrices: in the convolution, and 3 k v per value head, because each number of a head's
+    state [k, v] is multiplied three times. fields: McaModelConfig's fields."""
     k = fields["linear_key_head_dim"]
     of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     channels = 2 * fields["linear_num_key_heads"] * k + of_values
@@ -317,8 +319,8 @@ def _linear_products(fields: dict[str, Any]) -> int:
 
 
 def _fields_of(config: Any) -> dict[str, Any]:
-    """McaModelConfig's fields, from such a config or from a transformers config; empty if there is
-    none, or the family is unknown."""
+    """{McaModelConfig's field: value}, from such a config, or as far as its family gives them from
+    a transformers config; empty if there is none, or the family is unknown."""
     if hasattr(config, "hf_model_type"):
         return vars(config)
     return values_of(config) if hasattr(config, "model_type") else {}
@@ -360,7 +362,8 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def peak_memory_gib() -> float:
-    """This process's peak memory in GiB: of CUDA's allocator, or the resident set on a CPU."""
+    """This process's peak memory in GiB: what CUDA's allocator gave out on its GPU, or the resident
+    set if there is no CUDA."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
@@ -369,7 +372,8 @@ def peak_memory_gib() -> float:
 
 # -- the log
 
-# The page is drawn at most every DRAW_EVERY_S seconds, and DRAW_SHARE times the time it takes.
+# While a run trains, its page is drawn at most every DRAW_EVERY_S seconds, or every DRAW_SHARE
+# times the time that drawing takes if that is longer.
 DRAW_EVERY_S = 30.0
 DRAW_SHARE = 50
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron-core recommends 1
@@ -392,8 +396,8 @@ def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None
     """A progress line for one log record, `logs`: step and max_steps, the metrics of PROGRESS in
     this order, other keys that METRICS does not have, and eta_s, the remaining seconds.
 
-    Leaves out metrics that are NaN or below their `least`, unknown keys with the value 0, and lags
-    without slowest_rank."""
+    Leaves out those of PROGRESS that are NaN or below their `least`, other keys with the value 0,
+    and lags without slowest_rank."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs
@@ -426,7 +430,7 @@ class Report(TrainerCallback):
 
     If disable_tqdm is None, there is a bar if stderr is a terminal, otherwise plain lines. draw: a
     function of TrainingArguments that draws a run, repeatedly while it trains and at its end; None:
-    nothing is drawn. If it fails, the run goes on.
+    nothing is drawn. If it fails, the run goes on, without more drawings.
     """
 
     draw: Callable[..., Any] | None = None
@@ -512,9 +516,9 @@ class Report(TrainerCallback):
         self.log(logs)
 
     def log(self, logs: Mapping[str, Any]) -> None:
-        """Write one record on the main rank: to the progress output, the trackers, and while a run
-        trains, unrounded to trainer_log.jsonl. `logs` has "step"; values may be tensors or numpy
-        arrays of one element."""
+        """Write one record on the main rank: to the progress output, and while a run trains to the
+        trackers, and unrounded to trainer_log.jsonl. `logs` has "step"; values may be tensors or
+        numpy arrays of one element. Only numbers are shown and tracked."""
         if not self.is_main:
             return
         logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
@@ -545,8 +549,8 @@ class Report(TrainerCallback):
         self.end("finished")
 
     def end(self, state: str) -> None:
-        """On the main rank: write the run's final `state` ("interrupted", for example), draw its
-        curves, close log and trackers. Other ranks do nothing."""
+        """On the main rank: write the run's final `state` ("interrupted", for example), call `draw`
+        if it is set, close log and trackers. Other ranks do nothing."""
         if not self.is_main:
             return
         self._write_facts(state)
@@ -577,7 +581,7 @@ class Report(TrainerCallback):
 
 def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
     """The sections of the start summary, {section: {name: value}}: model, layout, steps, automatic
-    choices, and the sections that the trainer was given. plan: the trainer's BatchPlan."""
+    choices, and those in trainer.extra_summary. plan: the trainer's BatchPlan."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
@@ -624,7 +628,7 @@ def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
 
 
 def steps_summary(trainer: Any, plan: Any) -> dict[str, Any]:
-    """Lines of the start summary, {name: text}: batch size, steps, learning rate and first step.
+    """Lines of the start summary, {name: value}: batch size, steps, learning rate and first step.
     plan: the trainer's BatchPlan."""
     args = trainer.args
     state = trainer.state
@@ -666,7 +670,7 @@ def _expert_layout(backend: Any) -> str | None:
 
 def balance_summary(backend: Any, args: Keys) -> str | None:
     """The MoE routers' load-balancing loss as text, with the key that set its coefficient; "none"
-    if it is off, None if the model has no routers."""
+    if it is off, None if no router is measured, as in a dense model."""
     if backend.statistics_of_routers is None:
         return None
     losses = backend.losses_of_routers

@@ -63,8 +63,7 @@ PHASES = (
     "save",
     "callbacks",
 )  # the phases of a step, without waiting for other ranks
-# In the order of the progress line and of the page. A key without a row is shown as it is, with a
-# separate chart.
+# In the order of the progress line and of the page. metric_of() makes rows for other keys.
 PROGRESS = (
     Metric("epoch", "epoch", "{:.2f}".format),
     Metric("loss", "loss", chart=_LOSS),
@@ -123,9 +122,9 @@ METRICS = (
 
 
 def metric_of(key: str) -> Metric:
-    """The row of METRICS for a key of the log; for an unknown key a new row, with a chart of its
-    own. An evaluation's key (eval_loss, eval_<dataset>_loss) has the row of the training key, and
-    the loss of a dataset (loss/<dataset>) the chart of the loss."""
+    """The row of METRICS for a key of the log; for an unknown key a new row, whose name and chart
+    are the key without eval_. An evaluation's key (eval_loss, eval_<dataset>_loss) has the row of
+    the training key, and the loss of a dataset (loss/<dataset>) the chart of the loss."""
     name = key.removeprefix("eval_")
     if name.startswith("loss/"):
         return Metric(name, name, chart=_LOSS)
@@ -164,8 +163,8 @@ def read_lines(
     """The records of a .jsonl file that another process may be writing; [] if there is no file.
 
     convert: turns a line's object into its record, or into an empty one to drop it. A line that is
-    not a JSON object, such as an unfinished last line, is skipped. Raises OSError if the file
-    cannot be read, ValueError for a folder, pipe or device."""
+    not a JSON object, such as an unfinished last line, is skipped, and so is {}. Raises OSError if
+    the file cannot be read, ValueError for a folder, pipe or device."""
     path = Path(path)
     if not is_there(path):
         return []

@@ -3,16 +3,17 @@
 Letters: n rows (tokens), h hidden size, V vocabulary, tp the tensor-parallel size. Each rank has
 rows [rank * V/tp, (rank + 1) * V/tp) of the output weight.
 
-    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   with sums in float32
+    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T, capped if the model does so
 
-An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, treated in the same
-way.
+The sum over exp(z_t) is in float32. An adapter on the output weight adds l_t B^T to z_t: a second
+pair of factors, treated in the same way.
 
-Logits exist only for `chunk_size` rows at a time. If all rows have the same weight in the objective
-(a sum), or the head is frozen, gradients of the cross entropy are computed in the forward pass from
-a chunk's logits (not in float16), and the backward pass multiplies them by the weights. Preference
-losses give rows different weights, known only after the forward pass; then the gradient of a
-trained head is a sum with these weights, so the backward pass computes the logits again.
+token_losses() has logits for `chunk_size` rows at a time. If all rows have the same weight in the
+objective (a sum), or the head is frozen, the gradients that cross entropy needs are computed in the
+forward pass from a chunk's logits (not in float16), and the backward pass multiplies them by the
+weights. Preference losses give rows different weights, known only after the forward pass; then the
+gradient of a trained head is a sum with these weights, so the backward pass computes the logits
+again. So it does for losses of Logits.
 """
 
 import functools
@@ -52,9 +53,9 @@ class Head(NamedTuple):
 
     group: the ranks over which the vocabulary is sharded; None: one rank. vocab_size: number of
     token ids. first: the token id of this rank's first column. columns: how many of this rank's
-    columns are token ids; the columns after them are padding. chunk_size: rows of logits in memory
-    at a time. softcap: c in c tanh(logit / c); None: no cap. shape: the labels' shape, [b, s]
-    or [s, b]. sequence_first: True if it is [s, b].
+    columns are token ids; the columns after them are not used. chunk_size: rows of logits in memory
+    at a time. softcap: c in c tanh(logit / c), still to be applied; None: none is. shape: the
+    labels' shape, [b, s], or [s, b] if sequence_first.
     """
 
     group: Any  # a ProcessGroup or None
@@ -89,13 +90,13 @@ class Logits:
     """The logits of n labelled tokens, the argument of a loss function. With tensor parallelism
     each rank has only the columns of the token ids `vocabulary`.
 
-    product: hidden times the output weight with its adapter, before a cap, [n, V/tp]. labels: int64
-    [n], global token ids. hidden [n, h]: the last hidden states as the output layer reads them, the
-    same on all tensor-parallel ranks. weight [V/tp, h]: this rank's rows of the output weight.
-    hidden and weight are for losses that need more than logits; if you multiply hidden by this
-    rank's rows, use spread(hidden), or its gradient is too small. places: int64 [n], the tokens'
-    indices among all labels. batch: the micro-batch as _pre_compute_loss gets it; None in a pass
-    without one.
+    product: the output layer's result with its adapter, before head.softcap, [n, V/tp]. labels:
+    int64 [n], global token ids. hidden [n, h]: the output layer's input, on megatron-core divided
+    by logits_scaling; the same on all tensor-parallel ranks. weight [V/tp, h]: this rank's rows of
+    the output weight. hidden and weight are for losses that need more than logits; if you multiply
+    hidden by this rank's rows, use spread(hidden), or its gradient is too small. places: int64 [n],
+    the tokens' indices among all labels. batch: the micro-batch as _pre_compute_loss gets it; None
+    in a pass without one.
     """
 
     product: torch.Tensor
@@ -133,7 +134,8 @@ class Logits:
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the tensor-parallel ranks, the same on each rank;
-        differentiable. part: this rank's summand, not changed. Collective."""
+        differentiable. part: this rank's summand, not changed. Collective if head.group has several
+        ranks."""
         if self.head.group is None:
             return part
         whole = part.clone(memory_format=torch.contiguous_format)  # because it is reduced in place
@@ -227,9 +229,9 @@ def _without_padding(logits: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> torch.Tensor:
-    """float32 [3, rows] for a chunk of capped logits: the largest logit and the sum of exp(logit -
-    largest), without padding columns, and the logit in column places[row] (0 if that is -1). May
-    change padding columns in place."""
+    """float32 [3, rows] for a chunk's logits after a softcap: the largest logit (_LOWEST or more)
+    and the sum of exp(logit - largest), without padding columns, and the logit in column
+    places[row] (0 if that is -1). May change padding columns in place."""
     if compiles(logits):
         return fused().statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
@@ -261,9 +263,9 @@ def _logits(parts: Any, softcap: float | None) -> torch.Tensor:
 def _losses(
     logits: torch.Tensor, places: torch.Tensor, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cross entropy, logsumexp), float32 [rows], for a chunk of capped logits. places: each
-    label's column on this rank, -1 if another rank has it. Collective: an all-gather over
-    head.group, if it has several ranks."""
+    """(cross entropy, logsumexp), float32 [rows], for a chunk's logits after a softcap. places:
+    each label's column on this rank, -1 if it has none here. Collective: an all-gather over
+    head.group, if it has several ranks. May change padding columns of `logits` in place."""
     found = _statistics(logits, places, head.columns)
     top, total, target = found
     ranks = num_ranks(head.group)
@@ -288,8 +290,9 @@ def _logit_gradients(
 ) -> torch.Tensor:
     """The gradient of sum(weights * losses) with respect to a chunk's logits before the softcap:
     softmax minus 1 at the label, times the row's weight (None: 1) and the softcap's slope. It has
-    the dtype of `logits` and their memory where possible. places, losses, lse: each label's column
-    on this rank (-1: on another rank), cross entropy and logsumexp."""
+    the dtype of `logits` and their memory where possible. logits: after the softcap; overwritten.
+    places, losses, lse: each label's column on this rank (-1: none here), cross entropy and
+    logsumexp."""
     # p - 1 before any rounding: a nearly certain token still has a gradient
     at_label = torch.expm1(-losses)
     if compiles(logits):
@@ -312,7 +315,7 @@ def _logit_gradients(
 
 def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
     """Add left^T @ right to `into`, in place. The sum is kept in into's dtype, float32; on a CPU a
-    bf16 product is rounded to bf16 before it is added."""
+    16-bit product is rounded to 16 bits before it is added."""
     if left.dtype == into.dtype:
         into.addmm_(left.t(), right)
     elif into.is_cuda and left.itemsize == 2:
@@ -469,9 +472,9 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _LossesOfLogits(torch.autograd.Function):
-    """Autograd function: a user's loss of logits, chunk by chunk. The backward pass computes each
-    chunk's logits again. kept: indices of the labels that are not IGNORE_INDEX. factors: hidden,
-    weight, hidden, weight, ..."""
+    """Autograd function: a loss that is a function of Logits, chunk by chunk. The backward pass
+    computes each chunk's logits again. kept: indices of the labels that are not IGNORE_INDEX.
+    factors: hidden, weight, hidden, weight, ..."""
 
     @staticmethod
     def forward(
@@ -564,11 +567,12 @@ def token_losses(
     sequence_first: True if labels are [s, b] instead of [b, s]; an of_logits that reads batch
     columns depends on it.
 
-    Collective over `group`: cross entropy takes one all-gather per chunk in the forward pass; with
-    of_logits, the collectives are those that it calls, in both passes. The gradient of hidden is
-    only this rank's part: megatron's mapping around it (copy_to or gather_from) sums it. A weight
-    that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
-    autocast the GEMMs run in its dtype. ValueError if hidden and labels differ in shape.
+    Collective over `group` if it has several ranks: cross entropy takes one all-gather per chunk in
+    the forward pass; with of_logits, the collectives are those that it calls, in both passes. The
+    gradients of hidden and low are only this rank's parts: megatron's mapping around them (copy_to
+    or gather_from) sums them. A weight that needs no gradient gets none. Rows without a label are
+    dropped before any GEMM. Under autocast these GEMMs run in its dtype. ValueError if hidden and
+    labels differ in shape, or of_logits gives another shape.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(

@@ -1,8 +1,9 @@
 """The names of megatron-core that this package uses, imported once the CPU settings are made.
 
-megatron-core reads settings while it is imported (TORCHDYNAMO_DISABLE), and warns about packages
-that local layers do not need. So every module imports these names from here: cpu.apply() runs
-first, and the warnings are filtered. The filters of the host program are restored.
+Some settings (TORCHDYNAMO_DISABLE) must be made before megatron-core is imported, and its import
+warns about packages that local layers do not need. So modules import these names from here:
+cpu.apply() runs first, and such warnings are filtered. The filters of the host program are
+restored.
 """
 
 # ruff: noqa: F401
@@ -146,8 +147,7 @@ _OF_DDP.addFilter(lambda record: "full_param_layout not provided" not in record.
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that hides some warnings of megatron-core and torch that a user cannot act
-    on."""
+    """Context manager that hides some warnings of megatron-core and torch during training."""
     with warnings.catch_warnings():
         # megatron-core calls collectives by their old names
         warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)

@@ -127,7 +127,8 @@ class McaGPTModel(MegatronModule):
     packed_seq_params: batch.PackedRow of a packed row, or None.
     columns: further model inputs, such as pixels (inputs.Inputs).
 
-    Chunks before the last return hidden states. The last chunk returns:
+    Chunks before the last return hidden states [s, b, h] ([s / tp, b, h] under sequence
+    parallelism). The last chunk returns:
     with a value head, a score per token, float32 [b, s];
     without labels, logits [b, s, V / tp];
     with labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX; or
@@ -317,8 +318,9 @@ class McaGPTModel(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of this chunk, for a distributed checkpoint. The last
-        stage's copy of the embedding is saved as a replica of the first stage's."""
+        """{name: ShardedTensor or another of megatron's sharded objects} of this chunk, for a
+        distributed checkpoint. The last stage's copy of the embedding is saved as a replica of the
+        first stage's."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # empty
@@ -441,8 +443,9 @@ class VirtualModels(torch.nn.ModuleList):
             model.load_state_dict(state_dict[key], strict=strict and self.finetuning.is_whole)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of each chunk, for a distributed checkpoint, under the
-        keys of state_dict(). With LoRA it contains only what a LoRA checkpoint saves."""
+        """For a distributed checkpoint, under each chunk's key in state_dict() its {name:
+        ShardedTensor or another of megatron's sharded objects}; with LoRA only what a LoRA
+        checkpoint saves."""
         chunks = self._by_key()
         return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
 
@@ -460,7 +463,7 @@ class VirtualModels(torch.nn.ModuleList):
 
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
-    """Build this rank's chunks. Their weights are not initialised: files or a seed fill them
+    """Build this rank's chunks. Their weights have no meaning yet: files or a seed fill them
     later."""
     vpp = config.virtual_pipeline_model_parallel_size
     models = []
@@ -556,7 +559,7 @@ class AutoModel:
         config: McaModelConfig, args: TrainingArguments | None = None, seed: int = 42
     ) -> VirtualModels:
         """Build a model with initial weights, as InitSource gives them: random values depend on
-        `seed` and the tensor's Hugging Face name alone, so they are the same in every layout.
+        `seed`, the config and the tensor's Hugging Face name, not on the layout.
 
         config: from this package's AutoConfig.from_pretrained(folder, args); ValueError for another
         one, such as a transformers config, which lacks the layout. args: initialises the process
@@ -589,7 +592,7 @@ def load_torch_model(
     """The Hugging Face model in `dtype` on this rank's device, for the torch backend, for
     generate(), and as a reference in tests.
 
-    train_from_scratch: draw the weights from `seed`, the same as AutoModel.from_config draws.
+    train_from_scratch: draw the weights from `seed`, as AutoModel.from_config does.
     vocab_size: number of tokens of the result, if larger than the folder's. config: transformers'
     config of the folder, if it was read before; it may be changed in place. ValueError if weights
     do not fit the model, or with train_from_scratch if transformers cannot build it."""

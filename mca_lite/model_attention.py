@@ -38,7 +38,7 @@ from .tables import CORE_ATTENTIONS, function_of
 class Rope(NamedTuple):
     """Constants of the rotary embedding for one layer type, such as "sliding_attention". inv_freq:
     inverse frequencies [rotary_dim / 2]. factor: multiplies cos and sin. interleaved: rotated pairs
-    are neighbouring channels, not channels half a head apart.
+    are neighbouring channels, not channels rotary_dim / 2 apart.
 
     long: with longrope, the inverse frequencies for a micro-batch with a document (or a padded row)
     of more than `limit` tokens; () for other models.
@@ -46,7 +46,7 @@ class Rope(NamedTuple):
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
     factor: float  # multiplies cos and sin
-    interleaved: bool  # pairs are neighbouring channels, not channels half a head apart
+    interleaved: bool  # pairs are neighbouring channels, not rotary_dim / 2 apart
     long: tuple[float, ...] = ()
     limit: float = math.inf
 
@@ -271,9 +271,9 @@ class SelfAttention(Attention):
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """This rank's (query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None).
-        Query and key are rotated, and normed if the model does so; Llama 4 also scales the query.
-        The sigmoid of the gate multiplies attention's output. rope_tables: (cos, sin) to use
-        instead of the tables for the row's positions."""
+        Query and key are rotated, and normed if the model does so; with query_scaling_beta the
+        query is also scaled. The sigmoid of the gate multiplies attention's output. rope_tables:
+        (cos, sin) to use instead of the tables for the row's positions."""
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
         )
@@ -292,8 +292,8 @@ class SelfAttention(Attention):
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[Any, ...]:
         """(query, key, value, gate or None, RowLayout), with rotary embedding applied to query and
-        key. Norms over heads, if the model has them, come before the rotation, or after it with
-        qk_norm_after_rope."""
+        key, and before it their norms over heads, if the model has them and not qk_norm_after_rope:
+        then query_key_value() applies them."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -394,8 +394,8 @@ def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
     """Context manager for the order in which scaled_dot_product_attention tries its kernels on
     CUDA. It does nothing for tensors on a CPU.
 
-    Without a mask, cuDNN comes first: it is the fastest, and torch would skip it if a cuDNN older
-    than torch's is loaded. cuDNN is left out with a mask, because its gradients may be NaN (pytorch
+    Without a mask, cuDNN comes first, which torch by itself would skip if a cuDNN older than
+    torch's is loaded. cuDNN is left out with a mask, because its gradients may be NaN (pytorch
     issue 196678), and with deterministic algorithms, because it has none.
     """
     if not query.is_cuda:
@@ -584,7 +584,7 @@ class CoreAttention(Sharded, RowModule):
     def _suits_rows(self, layout: RowLayout) -> bool:
         """True if the packed documents can be computed as rows of a batch: all have one length,
         none is longer than the sliding window, and there are no sinks. cuDNN's kernel for batches
-        is about twice as fast as the varlen kernel."""
+        is faster than the varlen kernel."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and is_wide and self.sinks is None
 
@@ -736,10 +736,9 @@ class LatentAttention(Attention):
         k_c, value               linear_kv_up_proj norm(latent)
 
     Every head needs the down projections, so they are replicated on the tensor-parallel ranks.
-    megatron's module without Transformer Engine is not used: it shards their columns, and its
-    gradients of the rotated rows and latent norms are wrong under tensor parallelism. The rotated
-    channels come first in each head, because the rotation works on the first channels; the order
-    within a head does not matter to q k^T.
+    megatron's module without Transformer Engine, which shards their columns, is not used. The
+    rotated channels come first in each head, because the rotation works on the first channels; the
+    order within a head does not matter to q k^T.
     """
 
     def __init__(

@@ -74,7 +74,8 @@ _NAMES = {function: name for name, function in ACTIVATIONS.items()}
 # row length assumed for attention's cost, in pipeline_model_parallel_layout: auto
 TOKENS_OF_A_ROW = 4096
 
-# fields that megatron's __post_init__ derives from others, for the layout of a run
+# fields that are not saved: the constructor derives them for the layout of a run, or the run sets
+# them later
 _DERIVED = (
     "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
     "use_te_activation_func gradient_accumulation_fusion autocast_dtype "
@@ -100,8 +101,8 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The class name and the fields whose JSON value differs from their default's. Left out are
-        some fields that the constructor derives, such as params_dtype, and fields of CUDA graphs. A
-        function that is not in ACTIVATIONS counts as null."""
+        fields in _DERIVED, such as params_dtype, and those of CUDA graphs. A value without a JSON
+        form, such as a function that is not in ACTIVATIONS, counts as null."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -407,8 +408,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     @property
     def padding_idx(self) -> int | None:
-        """The pad token's id, whose embedding gets no gradient, as in transformers; None if
-        config.json has no pad_token_id."""
+        """The pad token's id; looking it up gives its embedding no gradient, as in transformers.
+        None if config.json has no pad_token_id."""
         pad = text_values(self.hf_config or {}).get("pad_token_id")
         return pad % self.vocab_size if pad is not None and pad < 0 else pad
 
@@ -458,7 +459,7 @@ class AutoConfig:
 
         Reads mca_config.json if this package wrote it, and then ignores trust_remote_code, values
         and value_head. Otherwise reads config.json, also if mcore_adapter wrote an mca_config.json
-        beside it: the content is the same.
+        beside it.
 
         values: the contents of config.json, if it was read before. value_head: if True, add one
         (see add_value_head). ValueError if config.json has an unsupported feature, or if
@@ -615,8 +616,8 @@ def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """The value after a round trip through JSON. Enums become their names, activation functions
-    their names, other functions None."""
+    """The value after a round trip through JSON, in which _of_other_types() converts what JSON does
+    not know: an enum or an activation function to its name, most other objects to None."""
     return json.loads(json.dumps(value, default=_of_other_types))
 
 
@@ -652,7 +653,7 @@ def changed(config: McaModelConfig, names: list[str]) -> list[str]:
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
     """True for a Transformer Engine linear, which from now on adds the gradient of a trained weight
-    to the float32 buffer itself. False for any other module, which does not change."""
+    to its main_grad itself. False for any other module, which does not change."""
     if not hasattr(module, "fuse_wgrad_accumulation"):
         return False
     module.fuse_wgrad_accumulation = module.weight.requires_grad
@@ -662,8 +663,8 @@ def accumulate_in_place(module: torch.nn.Module) -> bool:
 def found_here() -> str | None:
     """Versions of Transformer Engine and cuDNN, for the start summary; None without CUDA.
 
-    Transformer Engine loads the system's cuDNN before torch loads its own version, and torch then
-    uses the one already loaded. If that one is older, local layers are slower.
+    Transformer Engine may load the system's cuDNN before torch loads its own version; torch then
+    uses the one already loaded. If that one is older, local layers may be slower.
     """
     if not torch.cuda.is_available():
         return None

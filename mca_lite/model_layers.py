@@ -75,7 +75,8 @@ class Residual(torch.nn.Module):
     def forward(
         self, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
     ) -> torch.Tensor:
-        """x_with_bias: (x [s, b, h], bias or None); residual: [s, b, h] -> their sum [s, b, h]."""
+        """x_with_bias: (x [s, b, h], bias [h] or None); residual: like x -> the result, like x.
+        Under sequence parallelism these have s / tp tokens."""
         if self.norm is None and self.multiplier == 1.0:
             add = get_bias_dropout_add(self.training, self.fused)
             return add(x_with_bias, residual, self.dropout)
@@ -95,8 +96,8 @@ class Layer(MegatronModule):
     connection.
 
     [s, b, h] -> [s, b, h], or [s / tp, b, h] for both under sequence parallelism. layer_number
-    counts from 1 in the whole model. With Transformer Engine, its fused linears apply the norms,
-    except the norm before experts.
+    counts from 1 in the whole model. With Transformer Engine, its fused linears apply the norms
+    before attention and MLP; a norm before experts is a module by itself.
     """
 
     # norms are saved under Transformer Engine's names: both implementations read a checkpoint
@@ -195,8 +196,9 @@ class Layer(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of the layer. Norms are named as Transformer Engine's
-        layers name them (Layer.names), so that both implementations read the same checkpoint."""
+        """{name: ShardedTensor or another of megatron's sharded objects} of the layer. Its norms
+        get the names of norms inside Transformer Engine's linears (Layer.names), so that both
+        implementations read the same checkpoint."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
         return state
@@ -209,8 +211,8 @@ def _nothing(output: torch.Tensor) -> None:
 def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
-    """Build the Layer with this number (from 1). With megatron's fp8_param, Transformer Engine's
-    linears are in 8 bits. If config.weight_format is set, the matrices to which
+    """Build the Layer with this number (from 1), in megatron's fp8 context for the construction of
+    Transformer Engine's linears. If config.weight_format is set, the matrices to which
     part_quantised.is_quantised() applies are quantised and frozen (QLoRA)."""
     with get_fp8_context(config, layer_number - 1, is_init=True):
         layer = Layer(config, layer_number, pg_collection)
@@ -324,9 +326,10 @@ class Block(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of the stage. With a moe_layer_freq of 1 and one kind of
-        attention, the layers' tensors are stacked over layers along a new first axis. Otherwise
-        their names contain the layer index, as in "layers.7."."""
+        """{name: ShardedTensor or another of megatron's sharded objects} of the stage. With a
+        moe_layer_freq of 1, no linear attention and no full_kv_channels, the layers' tensors are
+        stacked over layers along a new first axis. Otherwise their names contain the layer index,
+        as in "layers.7."."""
         state: dict[str, Any] = {}
         config = self.config
         differ = config.linear_layers or config.full_kv_channels

@@ -45,7 +45,7 @@ class Way(NamedTuple):
 class ColumnProduct(torch.autograd.Function):
     """Autograd function of a column-parallel linear: x [s, b, k], or [s / tp, b, k] if tokens are
     sharded, times weight [n, k] transposed -> [s, b, n]. n counts this rank's outputs. Backward
-    sums the gradient of x over the group."""
+    sums the gradient of x over the group, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -78,8 +78,8 @@ class ColumnProduct(torch.autograd.Function):
 
 class RowProduct(torch.autograd.Function):
     """Autograd function of a row-parallel linear: x [s, b, k] times weight [n, k] transposed,
-    summed over the group -> [s, b, n], or [s / tp, b, n] if tokens are sharded. k counts this
-    rank's inputs."""
+    summed over the group, if there is one -> [s, b, n], or [s / tp, b, n] if tokens are sharded. k
+    counts this rank's inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -187,7 +187,7 @@ def experts_product(
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
     """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale *
     hidden A^T for all tokens of the sequence, B [V / tp, r]); None if there is no enabled adapter.
-    """
+    Collective under sequence parallelism."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 
@@ -196,8 +196,8 @@ def _of_weight(
     weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, accumulates: bool
 ) -> torch.Tensor:
     """Gradient [n, k] of a linear's weight, from its inputs x [s, b, k] and its output's gradient
-    grad [s, b, n]. If `accumulates`, it is added to weight.main_grad, and the result is an empty
-    tensor for megatron's DDP hook."""
+    grad [s, b, n]. If `accumulates`, it is added to weight.main_grad, and the result is an
+    uninitialised tensor for megatron's DDP hook."""
     x = x.flatten(0, 1)
     grad = grad.flatten(0, 1)
     if not accumulates:

@@ -8,9 +8,9 @@ expert-tensor-parallel ranks.
 
 A token goes to k experts, so k rows represent it there. `order` [T k] sorts the (token, choice)
 pairs by expert, stably; `places` [T, k] is its inverse: the row of each pair. Forward and backward
-both gather by these indices and sum k rows in float32, rounded once. Scattered additions, as in
-megatron's permutation, would collide on a GPU. If each rank has all experts whole, the dispatcher
-does not wait for the device.
+both gather by these indices; sums over k rows are in float32 or wider, rounded once. Scattered
+additions, as in megatron's permutation, would collide on a GPU. If each rank has all experts whole,
+Mixture can use LocalDispatcher, which does not wait for the device.
 """
 
 import functools
@@ -46,7 +46,7 @@ from .tables import function_of
 
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Router scores: softmax over the experts, or else sigmoid, of logits [T, E], in float32 or
+    """Router scores: softmax over the experts, or else sigmoid, of logits [..., E], in float32 or
     wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.softmax(logits, -1) if score_function == "softmax" else torch.sigmoid(logits)
@@ -71,8 +71,8 @@ def choose_experts(
     bias: [E], added to the scores for the choice only.
     num_groups: experts can be chosen only from the group_topk best groups. A group is ranked by the
     sum of its two best experts (group_score "top2") or by its best one ("max").
-    normalise: scale a token's weights to sum to 1.
-    scaling: factor on the weights, applied last.
+    normalise: scale a token's weights to sum to 1, before `scaling`.
+    scaling: factor on the weights.
     replace: function of the chosen expert indices that returns other indices to use instead.
     """
     scores = scores_of(logits, score_function)
@@ -139,8 +139,8 @@ def balancing_parts(
     logits: [s, b, E]; real: bool [s, b], True for tokens, False for padding.
     kind: moe_router_load_balancing_type; "none" makes the balancing loss 0.
     topk, score_function: as in choose_experts.
-    group: the ranks that share the micro-batch's tokens; None: only this rank. Collective: one
-    all-reduce over it.
+    group: the ranks that share the micro-batch's tokens; None: only this rank. Collective if it has
+    several ranks: one all-reduce over it.
     experts: the chosen experts [s b, k]; None: the experts with the highest scores.
     """
     num_experts = logits.shape[-1]
@@ -179,7 +179,8 @@ def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch
 
 
 class RouterStatistics:
-    """Router counts of this rank since the last take(). Counting never waits for the device.
+    """Router counts of this rank since the last take(); after resuming, the main rank also has
+    those of the checkpoint. Counting does not wait for the device.
 
     Each layer has one row: choices per expert, balancing loss, z loss, number of micro-batches. The
     last three are this rank's shares, and stay 0 if no router loss is on.
@@ -289,7 +290,7 @@ class Router(TopKRouter):
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
-        """Module.to and the like, but the expert bias stays float32 whatever the model's dtype."""
+        """Module.to and the like, but the expert bias is float32 afterwards, whatever the dtype."""
         super()._apply(fn, recurse)
         self._maintain_float32_expert_bias()
         return self
@@ -530,7 +531,7 @@ class ExpertsProduct(torch.autograd.Function):
 class ExpertsBias(torch.autograd.Function):
     """Rows [T, c] as they are: the activation adds each expert's bias [n, c], detached. Backward
     gives the bias its gradient, by a matmul with of_expert [T, n], a one-hot matrix of each row's
-    expert, so that it does not depend on the order of additions."""
+    expert: scattered additions would have no fixed order."""
 
     @staticmethod
     def forward(
@@ -636,7 +637,7 @@ class Experts(MegatronModule):
             )
 
         def is_grouped(w: torch.Tensor) -> bool:
-            """True if the grouped GEMM can take w [n, ..., out, in]."""
+            """True if the grouped GEMM is configured and can take w [n, ..., out, in]."""
             # it needs rows in multiples of 16 bytes: the smallest adapters have fewer
             sizes = math.prod(w.shape[1:-1]), w.shape[-1]
             return ends is not None and not any(size * w.itemsize % 16 for size in sizes)
@@ -727,8 +728,8 @@ class SwiGLU(MegatronModule):
 
 
 def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
-    """The classes of linears and activation for megatron's MLP. has_norm: with Transformer Engine,
-    the first linear also applies the norm before the MLP."""
+    """The classes of linears and SwiGLU's module for megatron's MLP. has_norm: with Transformer
+    Engine, the first linear also applies the norm before the MLP."""
     column = ColumnLinear
     row = RowLinear
     if config.transformer_impl == "transformer_engine":

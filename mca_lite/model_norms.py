@@ -15,8 +15,8 @@ class RMSNorm(torch.nn.Module):
     decoders. With layernorm_zero_centered_gamma (Gemma), 1 is added to the weight, and the result
     is rounded after the multiplication.
 
-    Under sequence parallelism a rank's gradient of the weight covers only its tokens; the weight is
-    marked so that megatron sums these gradients.
+    Under sequence parallelism a rank's gradient of the weight covers only its tokens (or heads);
+    the weight is marked so that megatron sums these gradients.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class RMSNormOverHeads(Sharded):
     """RMS norm of queries or keys, over all heads of a token together.
 
     x [s, b, heads on this rank, d], weight [heads on this rank * d]. Tensor parallelism shards the
-    weight like the heads; the mean square is taken over all these ranks. Collective over them: one
-    all-reduce in each pass.
+    weight like the heads; the mean square is taken over all these ranks. Collective over them, if
+    there are several: one all-reduce in each pass.
     """
 
     heads = "num_attention_heads"  # config field: how many heads share the norm

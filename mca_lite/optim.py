@@ -1,16 +1,16 @@
 """Optimizers and the learning-rate schedule, shared by both backends.
 
-After n steps, with w warm-up steps, D = lr_decay_steps and rho = (n - w) / (D - w), the learning
-rate is max * n / w during warm-up; then it depends on the style:
+After n steps, with w warm-up steps, D = lr_decay_steps, rho = (n - w) / (D - w), high = the maximum
+and low = the minimum, the learning rate is high n / w during warm-up; then it depends on the style:
 
-    constant             max
-    linear               min + (max - min) (1 - rho)
-    cosine               min + (max - min) (1 + cos(pi rho)) / 2
-    inverse-square-root  max(min, max sqrt(max(w, 1)) / sqrt(max(n, 1)))
-    WSD                  max until D - wsd_decay_steps, then down to min: linear, cosine,
+    constant             high
+    linear               low + (high - low) (1 - rho)
+    cosine               low + (high - low) (1 + cos(pi rho)) / 2
+    inverse-square-root  max(low, high sqrt(max(w, 1)) / sqrt(max(n, 1)))
+    WSD                  high until D - wsd_decay_steps, then down to low: linear, cosine,
                          exponential or minus_sqrt
 
-After D it is min, except for constant. The first update uses n = 0.
+After D it is low, except for constant. The first update uses n = 0.
 """
 
 import functools
@@ -43,7 +43,8 @@ from .tables import OPTIMIZERS, function_of
 
 class MegatronLRScheduler(OptimizerParamScheduler):
     """megatron's scheduler, plus get_last_lr() for the log. It sets each parameter group's lr, and
-    its weight_decay to the run's times the group's wd_mult, in any optimizer with param_groups."""
+    its weight_decay to the run's (or the group's start_wd, if it has one) times the group's
+    wd_mult, in any optimizer with param_groups."""
 
     def step(self, increment: int = 1) -> None:
         """Count `increment` more steps, and set each group's learning rate and weight decay."""
@@ -118,7 +119,7 @@ def get_optimizer_config(
 
 def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     """Norm of all gradients in megatron's optimizer, a float64 tensor. The value is that of
-    get_grad_norm(), but without a device sync. Collective."""
+    get_grad_norm() up to rounding, without a device sync. Collective."""
     parts = parts_of(optimizer)
     gradients = [getattr(part, of_minor("gradients_for_norm"))() for part in parts]
     groups = [part.get_grad_stats_parallel_group() for part in parts]
@@ -151,7 +152,7 @@ class Matrices(NamedTuple):
     ) -> torch.Tensor:
         """Replace each matrix by change(matrix [n, rows, columns]) -> this rank's shard of the
         results, shaped like `part`. part: this rank's shard of a tensor laid out like the
-        parameter. Collective over `group`, which gathers the shards first."""
+        parameter. Collective over `group`, if there is one, to gather the shards first."""
         blocks = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
         if self.group:
             blocks = parallel.whole(blocks, self.axis, self.group)

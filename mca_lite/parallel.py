@@ -45,7 +45,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 class HostCopy:
     """An asynchronous copy of a tensor on a GPU to host memory; a CPU tensor is taken as it is.
-    wait() waits for the copy and device work queued before it, not for later work."""
+    wait() waits for the copy and work queued before it on its stream, not for later work."""
 
     def __init__(self, tensor: torch.Tensor):
         # torch copies into pinned memory here
@@ -70,7 +70,7 @@ def wait_for_device() -> None:
 
 class HostBuffers:
     """Reusable host memory for copies of tensors, because allocation takes longer than the copy.
-    With a GPU the memory is pinned, and torch rounds its size up to a power of two."""
+    With CUDA the memory is pinned, and torch rounds its size up to a power of two."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size in bytes
@@ -79,8 +79,8 @@ class HostBuffers:
 
     @staticmethod
     def taken(size: int) -> int:
-        """Bytes of host memory that a buffer of `size` bytes really takes: with a GPU, the next
-        power of two."""
+        """Bytes of host memory that a buffer of `size` bytes really takes: with CUDA, `size`
+        rounded up to a power of two."""
         return 1 << (size - 1).bit_length() if size and torch.cuda.is_available() else size
 
     def reserve(self, sizes: list[int]) -> None:
@@ -95,8 +95,8 @@ class HostBuffers:
             self._free[size].append(buffer)
 
     def reuse(self) -> None:
-        """Make all buffers available for new copies. Tensors that copy() returned before become
-        invalid."""
+        """Make all buffers available for new copies, which may overwrite the tensors that copy()
+        returned before. Waits for the thread of reserve()."""
         if self._reserving.is_alive():
             self._reserving.join()
         for buffer in self._used:
@@ -104,8 +104,8 @@ class HostBuffers:
         self._used = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to one of the buffers -> the copy, a CPU tensor. From a GPU it is complete
-        only once the work queued so far is done."""
+        """Copy a tensor to a free buffer, or a new one if none has its size -> the copy, a CPU
+        tensor. From a GPU it is complete only once the work queued so far is done."""
         if not self._free[tensor.nbytes]:
             self._make([tensor.nbytes])
         buffer = self._free[tensor.nbytes].pop()
@@ -224,11 +224,11 @@ def make_deterministic() -> None:
     """Choose deterministic algorithms in torch, CUDA's libraries and Transformer Engine, for this
     process. Call it before CUDA starts.
 
-    Afterwards a step gives the same bits in every run with the same layout, machine and versions.
-    Flash attention sums its gradients in order; cuDNN's attention is not used (model_attention.py);
-    cuBLAS and NCCL use one algorithm per shape; torch.compile does not choose kernels by timing
-    (cpu.py). This package's Triton kernels always add in a fixed order. ValueError if NCCL_ALGO
-    includes NVLS, which adds in the order of arrival.
+    The aim is that a step gives the same bits in every run with the same layout, machine and
+    versions. torch's flash attention sums its gradients in order; cuDNN's attention is not used
+    (model_attention.py); cuBLAS has a fixed workspace; NCCL uses Ring and Tree unless NCCL_ALGO is
+    set; torch.compile does not choose kernels by timing (cpu.py). This package's Triton kernels add
+    in a fixed order. ValueError if NCCL_ALGO names NVLS, which adds in the order of arrival.
     """
     algorithms = os.environ.setdefault("NCCL_ALGO", "Ring,Tree")
     if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):
@@ -248,8 +248,8 @@ def initialize(args: Any, use_mca: bool = True) -> None:
 
     use_mca False: no megatron groups, and the layout is not checked. A second call with the same
     layout creates no groups and sets the seeds again; with another layout it raises RuntimeError,
-    because a process has one layout. ValueError if the layout does not fit the number of ranks.
-    Collective: all ranks create groups.
+    because a process has one layout. ValueError if the layout does not fit the number of ranks, or
+    from make_deterministic() or start_process_group(). Collective: all ranks create groups.
     """
     if args.deterministic:
         make_deterministic()
@@ -290,7 +290,7 @@ def _initialize_model_parallel(args: Any) -> None:
 
 def set_seed(seed: int, use_mca: bool) -> None:
     """Seed Python, NumPy and torch; with use_mca also the random states that megatron keeps for
-    dropout on each rank. megatron needs seeds above 0, so it gets seed + 1."""
+    dropout on each rank, from seed + 1. This sets CUDA's generator too (on a CPU, torch's)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -349,8 +349,8 @@ def replica_group(of_expert: bool) -> dist.ProcessGroup:
 
 
 def whole(part: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate `part`, the shards of all ranks in `group`, along `axis`. axis None: the tensor
-    is not sharded and is returned unchanged. Collective over the group if it is sharded."""
+    """Concatenate `part`, the equal shards of all ranks in `group`, along `axis`. axis None: the
+    tensor is not sharded and is returned unchanged. Collective over the group if it is sharded."""
     if axis is None or group.size() == 1:
         return part
     part = part.contiguous()
@@ -457,7 +457,7 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
 def largest(*numbers: int) -> list[int]:
     """The maximum of each number (integers) over all ranks, on every rank. Collective.
 
-    It runs on a separate GPU stream, so it does not wait for the GPU's earlier work.
+    It uses a separate GPU stream, so as not to wait for work queued on the current one.
     """
     if world_size() == 1:
         return list(numbers)
@@ -503,15 +503,15 @@ def sum_gradients(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The identity in forward; in backward the gradient is summed over the group. Collective in
     backward.
 
-    x must be the same on all ranks of the group. megatron's copy_to fails to sum a non-contiguous
-    gradient, as after a split.
+    x must be the same on all ranks of the group. megatron's copy_to (0.16) does not sum a
+    non-contiguous gradient, as after a split.
     """
     return _SumGradients.apply(x, group)
 
 
 def shutdown() -> None:
     """Destroy the process groups. Call it on every rank, after a clean end only: after another
-    rank's failure it would wait."""
+    rank's failure it might wait."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     if dist.is_initialized():

@@ -51,9 +51,10 @@ class Audio(Picture):
 
 
 def read_sound(audio: Audio, where: str, frames: bool = True) -> tuple[np.ndarray, int, int]:
-    """Read an audio file -> (waveform float32 [n], the mean of its channels; n; sampling rate in
-    Hz). frames: if False, only the header is read, and the waveform is empty. ValueError, naming
-    `where`, for a file that cannot be read, or that needs soundfile if soundfile is missing."""
+    """Read an audio file -> (waveform float32 [n], the mean of its channels; n as the header says;
+    sampling rate in Hz). frames: if False, only the header is read, and the waveform is empty.
+    ValueError, naming `where`, for a file that cannot be read, or that needs soundfile if soundfile
+    is missing."""
     file: Any = audio.path if audio.data is None else io.BytesIO(audio.data)
     try:
         with wave.open(file) as sound:
@@ -102,9 +103,10 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def num_tokens(frames: int, window: int) -> int:
-    """The number of placeholder tokens for an audio: one per feature that the audio module
-    computes. frames: length of the audio's spectrum. window: n_window of the audio module, which
-    encodes chunks of 2 * window frames. Source: transformers."""
+    """The number of placeholder tokens for an audio, one per feature of the audio module. frames:
+    length of the audio's spectrum. window: n_window of the audio module, half the frames of a chunk
+    that it encodes. Source: transformers, whose 13 tokens for a full chunk fit an n_window of 50.
+    """
     chunks, rest = divmod(frames, 2 * window)
     for _ in range(3):  # convolutions of stride 2
         rest = (rest + 1) // 2

@@ -20,9 +20,8 @@ _COLUMNS = ("input_features", "audio_lengths", "audio_grid")
 
 
 def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tensor:
-    """Run the audio module -> features [n, h], one per placeholder token. spectra: log-mel spectra
-    of all audios end to end, [frames, bins]; None: one chunk of zeros. lengths: int64 [audios],
-    frames in each audio."""
+    """Run the audio module -> its features [n, h]. spectra: log-mel spectra of all audios end to
+    end, [frames, bins]; None: one chunk of zeros. lengths: int64 [audios], frames in each."""
     weight = module.conv_out.weight
     if spectra is None:  # bf16 convolutions of a frame or two have gradients that are NaN on CPUs
         spectra = weight.new_zeros(2 * module.n_window, module.num_mel_bins)

@@ -1,5 +1,6 @@
 """The model family with audio: the thinker of qwen3_omni_moe. Exports copy the talker and code2wav,
-which are not trained, from the source. Also the columns of audio in batches."""
+which are not trained, from the source if it is still there. Also the columns of audio in batches.
+"""
 
 from dataclasses import replace
 

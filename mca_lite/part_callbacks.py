@@ -66,7 +66,8 @@ class EarlyStopping(TrainerCallback):
 
 
 class Profiler(TrainerCallback):
-    """Profiles steps `first` to `last` of the run, counted from 1, and writes one trace per rank to
+    """Profiles steps `first` to `last` of the run, counted from 1, as far as this process makes
+    them. After the last, or when training ends before it, each rank writes its trace to
     output_dir/profile."""
 
     def __init__(self, first: int, last: int) -> None:

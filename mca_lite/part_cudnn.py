@@ -1,10 +1,10 @@
 """cuDNN's attention: of rows, of packed rows, and in segments. Context parallelism needs segments:
-there are more keys than queries, and the last query sees the last key.
+there can be more keys than queries, and the last query sees the last key.
 
-torch's kernels for segments on Hopper GPUs are half as fast as cuDNN's, which supports only squares
-and full rectangles. So the keys are split in two, a full rectangle of keys before the first query
-and a causal square, and the results are joined by their log-sum-exps, as in ring attention (Liu et
-al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
+torch's kernels for segments on Hopper GPUs are half as fast as its cuDNN operator, which computes
+causal squares and full rectangles. So the keys are split in two, a full rectangle of keys before
+the first query and a causal square, and the results are joined by their log-sum-exps, as in ring
+attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
 """
 
 import functools
@@ -34,8 +34,8 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if cuDNN's attention supports these tensors [b, heads, s, d]: half precision on CUDA,
-    with equal head sizes of q and v. False with deterministic algorithms."""
+    """True if torch's checks allow cuDNN's attention for q, k and v [b, heads, s, d], and q and v
+    have one head size. False on a CPU and with deterministic algorithms."""
     from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
@@ -48,8 +48,8 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Any, ...]:
     """Attention without dropout of q [b, n, s, d] to k and v [b, g, t, d]: by cuDNN on a GPU, by
-    torch's flash kernel on a CPU -> (output [b, n, s, d], log-sum-exps float32 [b, n, s, 1],
-    further values that _backward needs)."""
+    torch's flash kernel on a CPU -> (output [b, n, s, d], log-sum-exps [b, n, s, 1], further values
+    that _backward needs). scale: None for d^-0.5."""
     if not q.is_cuda:
         out, lse = _CPU(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse.unsqueeze(-1), ()
@@ -85,8 +85,8 @@ def causal_by_cudnn(
     """Causal softmax(q k^T scale) v for as many queries as keys: cuDNN's operator, called without
     scaled_dot_product_attention's choice of a kernel.
 
-    q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. Only for tensors that
-    suits_cudnn() accepts."""
+    q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. scale: None for d^-0.5.
+    Only for tensors that suits_cudnn() accepts."""
     return _CUDNN(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale)[0]
 
 
@@ -100,7 +100,7 @@ def has_frontend(device: torch.device) -> bool:
 
 @functools.cache
 def why_no_frontend() -> str | None:
-    """First line of the error from importing nvidia-cudnn-frontend; None if it works. Cached."""
+    """The error from importing nvidia-cudnn-frontend, in one line; None without one. Cached."""
     try:
         import cudnn.sdpa.fwd.torch_op  # noqa: F401  it registers torch.ops.cudnn
     except Exception as error:  # a broken installation raises more than ImportError
@@ -109,9 +109,9 @@ def why_no_frontend() -> str | None:
 
 
 def suits_frontend(q: torch.Tensor) -> bool:
-    """True if packed_by_cudnn() should compute queries q [t, n, d]: there are enough of them, in
-    half precision, and nvidia-cudnn-frontend works on this GPU. False with deterministic
-    algorithms."""
+    """True if packed_by_cudnn() should compute queries q [t, n, d]: q has at least _FRONTEND_FROM
+    elements on a GPU, has_frontend() is true of it, and the frontend can be imported (a warning if
+    not). False for float32 and with deterministic algorithms."""
     if not q.is_cuda or q.numel() < _FRONTEND_FROM or q.dtype == torch.float32:
         return False
     if torch.are_deterministic_algorithms_enabled() or not has_frontend(q.device):
@@ -133,7 +133,8 @@ def packed_by_cudnn(
 
     q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout; this rank must
     hold the whole row, in order. scale: None for d^-0.5. window: how many keys a query sees, its
-    own token's included; None: all.
+    own token's included; None: all. The first call with a kind of heads, scale and window starts a
+    thread that builds graphs for foreseen_sizes.
     """
     heads = q, k, v
     keys = dict(attn_scale=scale or q.shape[-1] ** -0.5, is_causal=True, window_left=window or -1)
@@ -151,23 +152,23 @@ def _by_frontend(
 ) -> torch.Tensor:
     """Attention by nvidia-cudnn-frontend's operator -> [t, n, e]. heads: (q, k, v), each [t, heads,
     channels]. keys: further keyword arguments of the operator. borders, longest: cu_seqlens and
-    longest document, as RowLayout.varlen_of_graph rounds them."""
+    longest document, rounded as in RowLayout.varlen_of_graph."""
     sizes = dict(cu_seqlens_q=borders, cu_seqlens_kv=borders)
     sizes |= dict(max_seqlen_q=longest, max_seqlen_kv=longest)
     return torch.ops.cudnn.sdpa_fwd(*heads, **keys, **sizes)[0]
 
 
-# (tokens, documents, longest) of a run's first packed rows, as varlen_of_graph rounds them; and the
-# kinds of heads whose graphs for these sizes are built
+# (tokens, documents, longest) of a run's first packed rows, the last two rounded as in
+# varlen_of_graph; and the kinds of heads for which a thread was started to build graphs
 foreseen_sizes: list[tuple[int, int, int]] = []
 planned_kinds: set[tuple[Any, ...]] = set()
 ROWS_FORESEEN = 64
 
 
 def foresee(rows: Iterator[dict[str, Any]]) -> None:
-    """Note the sizes of this rank's first packed rows: when packed_by_cudnn() first runs, a thread
-    begins to build the cuDNN graphs for all these sizes. rows: micro-batches with cu_seqlens; they
-    are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
+    """Replace foreseen_sizes by the sizes of this rank's first packed rows, for which
+    packed_by_cudnn() lets a thread build the cuDNN graphs. rows: micro-batches with cu_seqlens;
+    they are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
     foreseen_sizes.clear()
     planned_kinds.clear()
     device = parallel.device()
@@ -176,8 +177,8 @@ def foresee(rows: Iterator[dict[str, Any]]) -> None:
 
 
 def first_sizes(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (tokens, documents, longest document) of the first ROWS_FORESEEN packed rows, rounded
-    as varlen_of_graph rounds them. rows: micro-batches with input_ids and cu_seqlens."""
+    """Yield (tokens, documents, longest document) of the first ROWS_FORESEEN packed rows, the last
+    two rounded as in varlen_of_graph. rows: micro-batches with input_ids and cu_seqlens."""
     for row in itertools.islice(rows, ROWS_FORESEEN):
         layout = row_layout(row["cu_seqlens"], 1, 0, torch.device("cpu"))
         borders, longest = layout.varlen_of_graph
@@ -191,8 +192,8 @@ def _plan(
     Runs in a thread beside training: a build takes the host 0.05 s, and the host runs ahead of its
     GPU.
 
-    like: (shape of a token, strides, dtype) of q, k and v. keys: keyword arguments of the operator.
-    sizes: (tokens, documents, longest document) per row.
+    like: (shape of a token, strides of the whole tensor, dtype) of q, k and v. keys: keyword
+    arguments of the operator. sizes: (tokens, documents, longest document) per row.
     """
     with torch.cuda.device(device if device.type == "cuda" else -1):
         for tokens, documents, longest in sizes:
@@ -292,8 +293,8 @@ def _parts(
 def _cut(
     heads: Sequence[torch.Tensor], rows: slice, keys: slice
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The queries `rows` and the keys and values `keys` of one attention call. heads: (q, k, v),
-    each [b, heads, tokens, d]."""
+    """Views: the queries `rows` and the keys and values `keys` of one attention call. heads: (q, k,
+    v) or their gradients, each [b, heads, tokens, d]."""
     q, k, v = heads
     return q[:, :, rows], k[:, :, keys], v[:, :, keys]
 
@@ -308,7 +309,7 @@ def join(
     """Combine attention outputs over two sets of keys by their log-sum-exps; the output is written
     to `out` -> the log-sum-exps over both sets.
 
-    first, second, out: [q, b, n, d]; lse1, lse2 and the result: float32 [b, n, q, 1]."""
+    first, second, out: [q, b, n, d]; lse1, lse2 and the result: [b, n, q, 1]."""
     if not compiles(first):
         lse = torch.logaddexp(lse1, lse2)
         by1, by2 = ((x - lse).exp().permute(2, 0, 1, 3) for x in (lse1, lse2))

@@ -1,8 +1,7 @@
 """Log the training loss of each dataset beside the loss over all: the key `log_each_dataset`.
 
-Each sample carries the index of its dataset. Per-token losses (for stages with pairs or answers:
-their losses) are summed by this index into (sum, count) pairs, like every metric, so all layouts
-give the same means."""
+Each training sample carries the index of its dataset. Token losses, or in stages with one loss per
+sample these, are summed by this index into (sum, count) pairs, as other metrics are."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +24,7 @@ COLUMN = "dataset_index"
 
 class Numbered(View):
     """A view of a TokenDataset that adds the column "dataset_index" to each document: the index of
-    the dataset that it comes from.
+    the shard (one per dataset) that it comes from. Other attributes are the TokenDataset's.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -43,9 +42,9 @@ class Numbered(View):
 class EachDataset(TrainerCallback):
     """Callback that logs the training loss of each dataset, as metric loss/<name>.
 
-    data: the run's DatasetBundle; its training set gets the column "dataset_index", in place.
-    names: the datasets. A file is shown by its name without folder and suffix, unless two files
-    would then have the same name."""
+    data: the run's DatasetBundle, changed in place: training samples get the column
+    "dataset_index". names: the datasets. They are shown without folder and suffix, or all as given
+    if two different ones would then look the same; equal names are counted as one."""
 
     def __init__(self, data: Any, names: list[str]) -> None:
         stems = [name_of_set(name) for name in names]
@@ -70,8 +69,9 @@ class EachDataset(TrainerCallback):
         self, trainer: Any, batch: dict[str, Any], loss_func: Callable[..., Any], output: Any
     ) -> tuple[Any, ...]:
         """Call loss_func(output) -> its (total, count, metrics), with "loss/<name>" added to
-        metrics for each dataset: (sum, count) of the losses of its tokens or samples. batch: the
-        micro-batch. ValueError if the trainer's loss does not set `trainer.terms`."""
+        metrics for each dataset: float32 [2], (sum, count) of the losses of its tokens or samples
+        on this rank. batch: the micro-batch. ValueError if the trainer's loss does not set
+        `trainer.terms`."""
         trainer.terms = None
         total, count, metrics = loss_func(output)
         expect(
@@ -91,8 +91,8 @@ class EachDataset(TrainerCallback):
         """float64 [datasets, 2]: sum and count of each dataset's losses in this rank's share of a
         micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
 
-        labels, losses: trainer.terms: the labels of tokens, or bool, which of them count, and their
-        losses; or, in stages that compare answers, for each sample whether it counts, and its loss.
+        labels, losses: trainer.terms, of tokens [b, s] or of samples [n]. labels: int64 with
+        IGNORE_INDEX where a loss does not count (or part_mtp.Targets), or a mask of those that do.
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels

@@ -7,9 +7,9 @@ A head's state S [k, v] is zero before the first token of a document. At each to
     output = S^T query / sqrt(k)
 
 Queries, keys and values pass a causal convolution and silu; queries and keys are normalised to
-length 1. g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). Each key head, with its query,
-serves several value heads. Source: Yang et al., arXiv 2412.06464, in its chunked form, extended
-here so that documents may begin inside a chunk.
+length 1. g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). A key head, with its query, can
+serve several value heads. Source: Yang et al., arXiv 2412.06464, in its chunked form, extended here
+so that documents may begin inside a chunk.
 
 Letters: s sequence, b batch, g key heads, n value heads, k and v channels per head, C tokens per
 chunk, cp the context-parallel size.
@@ -56,8 +56,8 @@ def causal_convolution(
     """Causal depthwise convolution, then silu: each output channel is a weighted sum of the current
     and the size - 1 tokens before it, if they are in the same document.
 
-    x [s, b, c] -> [s, b, c]; weight [c, size], the current token's last; documents int64 [s], each
-    token's document index. Computed in float32 or wider, rounded once.
+    x [s, b, c] -> [s, b, c] in x's dtype, computed in float32 or wider; weight [c, size], the
+    current token's last; documents int64 [s], each token's document index.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     out = wide * weight[:, -1]
@@ -83,10 +83,10 @@ def gated_delta_rule(
     chunks, in float32 or wider -> outputs [s, b, n, v] in value's dtype.
 
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
-    g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
-    if row lengths vary between calls: on a GPU rows are then padded to a multiple of PACKED_LENGTH
-    tokens. There the first MOST_SHAPES query shapes of each dtype are compiled, each for itself.
-    chunk_size: tokens per chunk.
+    g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. chunk_size:
+    most tokens per chunk. is_packed: True if row lengths vary between calls: where kernels are
+    compiled, rows are then padded to a multiple of PACKED_LENGTH tokens. Only the first MOST_SHAPES
+    query shapes of each dtype are compiled.
     """
     length = len(query)
     tensors = query, key, value, decay, beta, documents
@@ -125,9 +125,9 @@ def _chunk_parts(
     size: int,
 ) -> tuple[torch.Tensor, ...]:
     """Compute for all chunks of `size` tokens at once what does not depend on the state before a
-    chunk: (queries decayed from the chunk's start [.., C, k], attention scores within the chunk
-    [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n, chunks.
-    The other arguments are those of gated_delta_rule."""
+    chunk: (queries times the decay since the chunk before [.., C, k], attention scores within the
+    chunk [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n,
+    chunks. The other arguments are those of gated_delta_rule."""
     q, k, v, g, beta = (_chunks(x, size) for x in (query, key, value, decay, beta))
     q = _of_length_one(q) * q.shape[-1] ** -0.5
     k = _of_length_one(k)
@@ -296,14 +296,14 @@ def _chunks(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _of_length_one(x: torch.Tensor) -> torch.Tensor:
-    """Normalise the last dimension to length 1, with an epsilon of 1e-6."""
+    """Normalise the last dimension to length 1: x / sqrt(sum of x^2 + 1e-6)."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @functools.cache
 def why_no_fla() -> str | None:
-    """Reason why flash-linear-attention cannot be used: the first line of its import error, or a
-    known bug on this GPU. None if it can. Cached."""
+    """Reason why flash-linear-attention is not used, in one line: an error from importing it or
+    triton, or a known bug on this GPU. None if there is neither. Cached."""
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
         from triton import __version__
@@ -348,9 +348,9 @@ def delta_rule(
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
     """Outputs [s, b, n, v] of the gated delta rule (linear attention): by flash-linear-attention's
-    kernels on CUDA in half precision, if they are installed and work; otherwise by
+    kernels if value is on CUDA, not float32, and why_no_fla() is None; otherwise by
     gated_delta_rule, where the other arguments are described. borders: cu_seqlens of a packed row;
-    None: the row is not packed."""
+    None: rows are not packed."""
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
@@ -366,8 +366,8 @@ def _to_heads(
 ) -> torch.Tensor:
     """Exchange tokens for heads between context-parallel ranks: this rank's tokens with all heads
     [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row order. order: int64
-    [s], for each token of the row its index among the ranks' tokens. Collective: all-to-all in both
-    passes."""
+    [s], for each token of the row its index among the ranks' tokens, concatenated by rank.
+    Collective over `group`: all-to-all in both passes."""
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
     whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
     return whole.index_select(0, order)
@@ -377,7 +377,8 @@ def _to_tokens(
     x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
 ) -> torch.Tensor:
     """The inverse of _to_heads: some heads of the whole row [s, b, g / cp, c] -> this rank's tokens
-    [s / cp, b, g, c]. Collective: all-to-all in both passes. order: as for _to_heads, int64 [s]."""
+    [s / cp, b, g, c]. order: int64 [s], as for _to_heads. Collective over `group`: all-to-all in
+    both passes."""
     parts = x.index_select(0, order.argsort())
     parts = mappings.all_to_all(group, parts).unflatten(0, (group.size(), -1))
     return parts.movedim(0, 2).flatten(2, 3)
@@ -388,7 +389,7 @@ def _to_tokens(
 
 class Convolution(Sharded):
     """Holds the weight [channels, 1, size] of a depthwise convolution, shaped as in
-    torch.nn.Conv1d. Tensor parallelism shards the channels with their heads."""
+    torch.nn.Conv1d. channels: of this tensor-parallel rank's heads."""
 
     def __init__(self, config: TransformerConfig, channels: int, size: int):
         super().__init__()
@@ -402,8 +403,8 @@ class Convolution(Sharded):
 
 class GatedNorm(torch.nn.Module):
     """RMS norm over each head [..., v], times silu(gate). Tensor-parallel ranks have different
-    heads and the same weight, so the weight's gradient is summed. Collective: one all-reduce in
-    backward, if there are several ranks."""
+    heads and the same weight, so its gradient is summed over them: in backward, one all-reduce over
+    tp_group if it has several ranks."""
 
     def __init__(
         self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup
@@ -521,7 +522,8 @@ class GatedDeltaNet(RowModule):
         return self.norm(out, gate.reshape(out.shape))
 
     def _of_rank(self, weight: torch.Tensor) -> torch.Tensor:
-        """This context-parallel rank's part of a weight that has one entry per head or channel."""
+        """This context-parallel rank's part of a weight with heads or channels along its first
+        dimension."""
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def sharded_state_dict(
@@ -530,8 +532,7 @@ class GatedDeltaNet(RowModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of the layer; A_log and dt_bias are sharded with their
-        heads."""
+        """megatron's sharded state dict of the layer; A_log and dt_bias are sharded by heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         axes = dict.fromkeys(cut, 0)

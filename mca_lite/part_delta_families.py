@@ -49,17 +49,17 @@ def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
 
 
 def delta_attention(*of_delta_net: str) -> Iterator[Row]:
-    """Yield the Rows of a model in which some layers have softmax attention with an output gate,
-    and the others a gated delta net. of_delta_net: arguments of delta_rows."""
+    """Yield the attention Rows of a model in which some layers have softmax attention, with norms
+    of queries and keys, and the others a gated delta net. of_delta_net: arguments of delta_rows."""
     for row in attention(norm=True):
         yield replace(row, layers="attention")
     yield from delta_rows(*of_delta_net)
 
 
 def parts_of(kind: str, config: Any) -> list[int]:
-    """Row counts of the parts into which a gated delta net's Hugging Face tensors are split. kind
-    "delta": [q, k, v, z, b, a], where z are the gates; "delta_grouped": [q + k + v + z, b + a];
-    "delta_convolution": [q, k, v]."""
+    """Row counts, in the whole model, of the parts that a gated delta net's megatron tensor is made
+    of, in the order of Hugging Face's tensors. kind "delta": [q, k, v, z, b, a], where z are the
+    gates; "delta_grouped": [q + k + v + z, b + a]; "delta_convolution": [q, k, v]."""
     of_keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     of_values = heads * config.linear_value_head_dim

@@ -14,12 +14,13 @@ in a chunk.
     jsd          D = b sum p log(p / m) + (1 - b) sum q log(q / m),   m = b p + (1 - b) q
                  (Agarwal et al., On-Policy Distillation of Language Models, 2024)
 
-If vocabularies are padded differently, models are compared on their common ids, over which p and q
-are normalised. A cached row has the teacher's k likeliest tokens; all other tokens count as one
-event, so D compares k + 1 events with exact probabilities at T. This D is 0 where q is right about
-these tokens and about the others' total, never above D over V, and equal to it for k = V. Without
-the extra event, or with p and q normalised over k tokens, the minimum would be elsewhere: a student
-would learn to be too certain (Anshumann et al., Sparse Logit Sampling, 2025).
+If vocabulary sizes differ, models are compared on their common ids, over which p and q are
+normalised. A cached row has the teacher's k likeliest tokens; all other tokens count as one event,
+so D compares k + 1 events with their probabilities at T. Up to the rounding of stored values, this
+D is 0 where q is right about these tokens and about the others' total, never above D over V, and
+equal to it for k = V. Without the extra event, or with p and q normalised over k tokens, the
+minimum would be elsewhere: a student would learn to be too certain (Anshumann et al., Sparse Logit
+Sampling, 2025).
 """
 
 import functools
@@ -73,8 +74,8 @@ class DistillConfig(ObjectiveConfig):
     float16.
     teacher: the teacher's folder, whose files identify the cache; None: unknown, or the cache is
     only read.
-    cache_dir: folder for the stored tokens if `cache` is None, and for file hashes; None: the
-    package's cache folder.
+    cache_dir: folder for the stored tokens if `cache` is None, and for file hashes; None becomes
+    the package's cache folder.
     """
 
     divergence: str = "forward_kl"
@@ -129,8 +130,9 @@ def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torc
 
 def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities [n, k + 1] at the temperature: of the tokens [n, k], then of all other
-    tokens together. If k is the whole vocabulary, no other tokens exist, and the result is [n, k].
-    Collective over the tensor-parallel group, whose ranks get the same result."""
+    tokens of the vocabulary of `logits` together. If k is the whole vocabulary, no other tokens
+    exist, and the result is [n, k]. Collective over the tensor-parallel group, whose ranks get the
+    same result."""
     values = logits.values / temperature
     whole = logits.logsumexp(values)[:, None]
     log_q = logits.of_tokens(tokens, values) - whole
@@ -167,8 +169,8 @@ class Head:
     """A resident teacher's output layer. It is kept apart, so that the teacher's logits are
     computed for the same chunk of tokens as the student's, and sharded like the student's.
 
-    If the vocabularies are padded to different sizes, their shards have different rows; the
-    teacher's weight is then gathered once and sharded again.
+    If tensor-parallel shards of the two output weights differ in size, the teacher's is gathered
+    once and sharded again, like the student's.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -178,16 +180,16 @@ class Head:
         self.cut: Any = None  # the weight's rows for this rank's token ids
 
     def keep(self, logits: Logits) -> torch.Tensor:
-        """Stands in for the teacher's loss: remember the teacher's output layer, and return its
-        last hidden states [n, h] instead of losses."""
+        """Stands in for the teacher's loss: remember the teacher's output layer, and return that
+        layer's inputs, the last hidden states [n, h], instead of losses."""
         self.head = logits.head
         self.weight = logits.weight
         return logits.hidden
 
     def rows_of(self, logits: Logits) -> torch.Tensor:
-        """The rows [columns, h] of the teacher's output weight for the student's token ids on this
-        rank. logits: the student's. The first call is collective if the vocabularies are sharded
-        differently."""
+        """The rows [columns, h] of the teacher's output weight, in `dtype`, for this rank's columns
+        of `logits`: the student's, for the token ids that both models have. Cached. The first call
+        is collective over the tensor-parallel group if the weights' shards differ in size."""
         if self.cut is None:
             start = 0
             weight = self.weight
@@ -235,8 +237,7 @@ class Cached:
     """A teacher's stored rows for one micro-batch.
 
     read(indices [m]): returns the stored rows, a structured array [m]. rows: row index of each
-    token on this rank, int64 [b, s], -1 for none. Only the last pipeline stage reads rows, once per
-    micro-batch."""
+    token on this rank, int64 [b, s], -1 for none. Rows are read when the loss first needs them."""
 
     read: Callable[[np.ndarray], np.ndarray]
     rows: torch.Tensor
@@ -320,10 +321,10 @@ def _rows_of(batch: dict[str, Any]) -> torch.Tensor:
 class DistillTrainer(ScoredTrainer):
     """Train a student model to predict a teacher model's probabilities, on McaTrainer's samples.
 
-    train_config: a DistillConfig. teacher: a model of the backend's kind, which must share no
-    parameter with `model`; or a function that loads it, called only if needed; None: stored rows
-    are read. Other arguments are McaTrainer's. ValueError for data, keys and models that do not
-    fit.
+    train_config: a DistillConfig; None: its defaults. teacher: a model of the backend's kind, which
+    must share no parameter with `model`; or a function that loads it, called only if needed; None:
+    stored rows are read. Other arguments are McaTrainer's. ValueError for keys that do not fit
+    together; for data and models that do not fit, when they are prepared.
     """
 
     config_class = DistillConfig
@@ -359,7 +360,8 @@ class DistillTrainer(ScoredTrainer):
 
     @property
     def _num_tokens(self) -> int:
-        """Number of token ids that both models have: ids below it are compared."""
+        """Number of token ids that are compared, from 0 on: those that both models have, once the
+        teacher or its rows are known."""
         return int(self.limits.vocab_size)
 
     # -- a run of the command line
@@ -416,8 +418,9 @@ class DistillTrainer(ScoredTrainer):
         return torch.stack([config.temperature**2 * divergence, cross_entropy], 1)
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor) -> Any:
-        """Mix token losses [b, s, 2], divergence and cross entropy, by ce_weight. Returns (sum of
-        the mixed losses, number of trained tokens, {metric: (sum, tokens)})."""
+        """Mix token losses [b, s, 2], from _loss_of_logits, by ce_weight. Returns what McaTrainer
+        does for the mixed losses, with the metrics "kd_loss" and "sft_loss" too: [sum, tokens] of
+        each loss before mixing."""
         kd, cross_entropy = losses.unbind(-1)
         weight = self.train_config.ce_weight
         mixed = (1 - weight) * kd + weight * cross_entropy
@@ -559,8 +562,8 @@ class DistillTrainer(ScoredTrainer):
 
     def _check_vocabulary(self, store: RowStore) -> None:
         """Raise CheckpointError if the stored rows were computed over another number of token ids
-        than this run compares. A smaller number is accepted for the first data set if no teacher is
-        loaded: the run then compares only these ids."""
+        than this run compares; a new store notes the run's. A smaller number is accepted for the
+        first data set if no teacher is loaded: the run then compares only these ids."""
         known = self._num_tokens
         size = store.identity.setdefault("vocab_size", known)
         is_narrower = size < known and not self._maps and self._chunks is None
@@ -633,8 +636,8 @@ class DistillTrainer(ScoredTrainer):
 
     def _prepare_datasets(self, *names: str) -> None:
         """Prepare the data sets in the attributes `names`, such as "train_dataset". Also load a
-        teacher that stays in memory, because the start summary counts its FLOPs; or free one that
-        was loaded to compute rows. Collective."""
+        teacher that stays in memory, because the start summary counts its FLOPs; or drop the one
+        that was loaded to compute rows. Collective."""
         super()._prepare_datasets(*names)
         if self._k:
             self._chunks = None

@@ -1,5 +1,5 @@
 """Triton kernels for distillation: divergence and cross entropy over a chunk's logits, and their
-gradients, without float32 copies.
+gradients, without float32 copies of the logits.
 
 Letters: n rows (tokens); z a student logit and y its teacher's, both after their caps; q and p the
 probabilities at temperature T; L the log of the sum of exp(z / T), so q = exp(z / T - L); D the
@@ -210,9 +210,9 @@ class _Chunk(NamedTuple):
         rest: int = 0,
         labels: bool = False,
     ) -> torch.Tensor:
-        """Read logits [n, V / tp] once, for up to three log-sum-exps per token over this rank's
-        columns. Returns float32 [3, 2, n]: for each log-sum-exp, the largest logit and the sum of
-        exponentials relative to it.
+        """Read logits [n, columns or more] once, for up to three log-sum-exps per token over this
+        rank's columns. Returns float32 [3, 2, n]: for each log-sum-exp, the largest exponent and
+        the sum of exponentials relative to it; (the lowest float, 0) where nothing is summed.
 
         [0]: over the columns that both models have, at the temperature. [1], if `labels`: over all
         columns, at temperature 1. [2], if `events` is given: over the tokens outside of the
@@ -235,8 +235,8 @@ class _Chunk(NamedTuple):
 
     def logsumexp(self, found: torch.Tensor) -> torch.Tensor:
         """Combine the results of sums() of all tensor-parallel ranks to log-sum-exps [m, n]. found:
-        [m, 2, n], this rank's largest logit and sum of exponentials relative to it, for m
-        log-sum-exps of n rows. Collective."""
+        [m, 2, n], this rank's largest exponent and sum of exponentials relative to it, for m
+        log-sum-exps of n rows. Collective over the tensor-parallel group."""
         tops, totals = found.unbind(1)
         most = all_reduce(tops.clone(), dist.ReduceOp.MAX, self.head.group)
         total = all_reduce(totals * (tops - most).exp(), dist.ReduceOp.SUM, self.head.group)
@@ -245,8 +245,8 @@ class _Chunk(NamedTuple):
     def values_at(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float32 logits [n, k], after the soft cap, of global token ids [n, k], 0 for ids on
-        other ranks; the ids' columns on this rank, -1 for ids on other ranks)."""
+        """(float32 logits [n, k], after the soft cap, of global token ids [n, k]; the ids' columns
+        on this rank [n, k]). For an id that is not on this rank: 0 and -1."""
         column, here = self.head.place(tokens)
         values = logits.gather(1, column).float()
         if self.softcap is not None:
@@ -261,7 +261,8 @@ class _Chunk(NamedTuple):
 
 class _Beside(torch.autograd.Function):
     """Student logits [n, V / tp] and teacher logits [n, common] -> (divergence [n] at the
-    temperature, cross entropy [n]). Gradients for the student only. Forward is collective."""
+    temperature, cross entropy [n]). Gradients for the student only. Forward is collective over the
+    tensor-parallel group."""
 
     @staticmethod
     def forward(
@@ -316,8 +317,8 @@ class _Beside(torch.autograd.Function):
 
 class _Events(torch.autograd.Function):
     """Student logits [n, V / tp] and a teacher's tokens [n, k] -> (log-probabilities [n, k + 1] at
-    the temperature, of these tokens and of all other tokens together; cross entropy [n]). Forward
-    is collective."""
+    the temperature, of these tokens and of all other tokens together; cross entropy [n]).
+    Gradients for the logits. Forward is collective over the tensor-parallel group."""
 
     @staticmethod
     def forward(
@@ -365,7 +366,8 @@ def losses_beside(
     by Triton kernels. Collective over the tensor-parallel group.
 
     logits: the student's. common: the student's logits for token ids that both models have.
-    teacher: the teacher's logits for these ids, [n, columns], before the teacher's soft cap `cap`.
+    teacher: the teacher's logits for these ids, [n, columns], before the teacher's soft cap `cap`
+    (None: it has none).
     """
     chunk = _Chunk.of(logits, common, config.temperature)
     return _Beside.apply(logits.product.contiguous(), teacher.contiguous(), chunk, config, cap)

@@ -54,8 +54,8 @@ _WITHOUT_ADAPTER = (
 
 class WithReference(View):
     """A view of a dataset that adds "reference" to each document: the log-probability of its
-    answer, summed over tokens, under the reference model. logps: float32 [samples, documents per
-    sample].
+    answer under the reference model, summed over trained tokens (as weighted by ld_alpha). logps:
+    [samples, documents per sample].
     """
 
     def __init__(self, dataset: Any, logps: np.ndarray) -> None:
@@ -105,8 +105,8 @@ class DPOConfig(ReferenceConfig):
     label_smoothing: assumed share of pairs whose answers are swapped.
     ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
     use_weighting: the configuration keys of the same names.
-    use_ref_model: True if there is a reference; None: decided by the losses. Other fields are
-    ReferenceConfig's."""
+    use_ref_model: whether the losses have a reference; it becomes True or False, and another value
+    than theirs is an error. Other fields are ReferenceConfig's."""
 
     beta: float = 0.1
     pref_loss: Any = "sigmoid"
@@ -305,7 +305,8 @@ class DPOTrainer(ScoredTrainer):
 
     @staticmethod
     def check_samples(dataset: Any) -> None:
-        """Raise ValueError if the first sample is not a pair, or a pack of pairs."""
+        """Raise ValueError if the first sample is not a pair, or a pack of pairs, or if
+        dataset.documents_per_sample says otherwise."""
         first = dataset[0]
         of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
         count = len(documents_of(first))
@@ -323,8 +324,8 @@ class DPOTrainer(ScoredTrainer):
         weighted sum of this run's losses; rewards are the first loss's.
 
         responses.of_batch: [P, 2 n], two numbers for each of the n losses that need numbers about
-        the global batch. sigmoid goes through dpo_loss and orpo through odds_ratio_loss, which
-        subclasses can override."""
+        the global batch; None if n is 0. sigmoid goes through dpo_loss and orpo through
+        odds_ratio_loss, which subclasses can override."""
         found = [self._loss_of(name, responses) for name in self._rows]
         weights = self.train_config.pref_loss_weights or [1.0] * len(found)
         losses = sum(weight * one[0] for weight, one in zip(weights, found, strict=True))
@@ -404,7 +405,7 @@ class DPOTrainer(ScoredTrainer):
         losses: torch.Tensor,
     ) -> tuple[Any, ...]:
         """Turn token losses [b, s] into (sum of the pairs' losses, number of pairs int32, {metric:
-        (sum, pairs)}).
+        float32 [sum, pairs]}).
 
         labels: [b, s] on this rank. batch: the whole micro-batch; its loss columns per token are
         sharded like the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None without a
@@ -445,11 +446,11 @@ class DPOTrainer(ScoredTrainer):
     def _summed(
         self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()
     ) -> tuple[Any, ...]:
-        """(sum of losses [n], n as int32, {metric: (sum, count)}). values: {metric: [n]}. counted:
-        {metric: bool [n]} for metrics over only some of the n.
+        """(sum of losses [n], n as int32, {metric: float32 [sum, count]}). values: {metric: [n]};
+        "loss" is added. counted: {metric: mask [n]} for metrics over only some of the n.
 
-        Context-parallel ranks have equal losses, so ranks other than the first return counts and
-        metrics of 0.
+        Context-parallel ranks have equal losses, so ranks other than the first return a count and
+        metrics of 0. Sets `terms`.
         """
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
@@ -466,10 +467,10 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs_of(
         self, batch: dict[str, Any], labels: torch.Tensor, losses: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities, numbers of tokens) of an arranged batch's documents without padding,
-        float32 [documents] each, from labels and token losses [b, s] on this rank; a document
-        counts its trained tokens. With ld_alpha, log-probabilities of an answer's tokens beyond the
-        other answer's length are multiplied by it. Collective under context parallelism."""
+        """(log-probabilities, numbers of tokens) of an arranged batch's real documents, [documents]
+        each, from labels and token losses [b, s] on this rank; a document counts its trained
+        tokens. With ld_alpha, log-probabilities of an answer's tokens beyond the other answer's
+        length are multiplied by it. Collective under context parallelism."""
         if "logp_weight" in batch:
             losses = losses * batch["logp_weight"]
         return sum_documents(self.backend, batch, labels, losses)
@@ -587,10 +588,10 @@ class DPOTrainer(ScoredTrainer):
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> tuple[Responses, int]:
         """(Responses with all pairs of the global batch, float64, the same on every rank; index of
-        this rank's first pair). micro_batches: this rank's. Collective.
+        this data-parallel rank's first pair). micro_batches: this rank's. Collective.
 
         The policy's log-probabilities are computed without dropout; they are 0 if no loss reads
-        them.
+        them ahead. Those of the reference are 0 without one.
         """
         logps = None
         if any(row.looks_ahead for row in self._rows.values()):
@@ -626,9 +627,9 @@ class DPOTrainer(ScoredTrainer):
         """Log-probabilities under the reference, for each micro-batch: [{"reference_chosen_logps":
         [P], "reference_rejected_logps": [P]}]. None on pipeline stages before the last.
 
-        models: the reference model's chunks, or the trained model's, which then run with adapters
-        off. data_list: arranged micro-batches. seq_length, micro_batch_size: not used. Without
-        dropout and gradients. Collective: the pipeline schedule's forward passes.
+        models: the reference model's chunks, or the trained model's, whose adapters are off
+        meanwhile. data_list: arranged micro-batches. seq_length, micro_batch_size: not used.
+        Without dropout and gradients. Collective: the pipeline schedule's forward passes.
         """
         logps = self._log_probs_of_reference(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
@@ -638,9 +639,10 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs(
         self, models: Any, batches: list[dict[str, Any]], seq_length: int
     ) -> list[torch.Tensor]:
-        """Log-probabilities of the documents in each micro-batch, float32 [documents], without
-        dropout. [] on pipeline stages before the last. models: the chunks to run. batches: arranged
-        micro-batches. seq_length: not used. Collective: the pipeline schedule's forward passes."""
+        """Log-probabilities of the real documents in each micro-batch, [documents], without dropout
+        and gradients. [] on pipeline stages before the last. models: the chunks to run. batches:
+        arranged micro-batches. seq_length: not used. Collective: the pipeline schedule's forward
+        passes."""
 
         def collect(
             inputs: dict[str, Any], batch: dict[str, Any], losses: torch.Tensor
@@ -727,8 +729,9 @@ def _with_agreement(logits: Logits) -> torch.Tensor:
 
 
 def _weights_beyond(batch: dict[str, Any], alpha: float) -> torch.Tensor:
-    """Weights [rows, s] of tokens for ld_alpha: alpha for an answer's tokens beyond the length of
-    the pair's other answer, 1 for earlier ones. Lengths count trained tokens.
+    """Weights [rows, s] of tokens for ld_alpha: alpha for an answer's trained tokens beyond the
+    length of the pair's other answer, 1 for earlier ones. Lengths count trained tokens. batch:
+    arranged, with whole rows.
     """
     trained = (batch["labels"] != IGNORE_INDEX).long()
     counts = in_documents(batch, trained)
@@ -775,9 +778,7 @@ def _with_column(
 
 
 def _lengths(batch: dict[str, Any]) -> torch.Tensor:
-    """Number of trained tokens in each document of an arranged batch, [documents] without
-    padding.
-    """
+    """Number of trained tokens in each real document of an arranged batch, [documents]."""
     return in_documents(batch, batch["labels"] != IGNORE_INDEX)[real_documents(batch)]
 
 

@@ -33,11 +33,11 @@ class PreferenceLoss(NamedTuple):
     package. responses: part_dpo_losses.Responses; config: a DPOConfig.
     has_reference: True if the loss compares with a reference model.
     keys: configuration keys that the loss reads, except pref_ftx, pair_weight, use_weighting and
-    ld_alpha, which most losses read.
+    ld_alpha, which work with all losses that do not exclude them.
     required: keys that must not be 0. excludes: keys that the loss cannot be combined with.
     of_batch: None, or a function of (responses, config, memory) for what a formula needs from all
-    N pairs of a global batch, such as a mean: two numbers or two tensors [N], which the formula
-    finds in responses.of_batch. memory: a dict that lasts from step to step.
+    N pairs of a global batch, such as a mean: two results, each a number or a tensor [N], which the
+    formula finds in responses.of_batch [P, 2]. memory: a dict that lasts from step to step.
     looks_ahead: True if of_batch reads the policy's log-probabilities, which takes one more forward
     pass per step.
     """
@@ -208,8 +208,8 @@ def _keys_of(names: Iterable[str]) -> set[str]:
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Check the configuration keys of the losses and of their reference, such as a weight per loss;
-    Problems go to `judge`. a: the keys of the stage."""
+    """Check the configuration keys of the losses and of their reference, such as the number of
+    weights; Problems go to `judge`. a: the keys of the stage."""
     names = a.pref_loss
     listed = ", ".join(names)
     judge.expect(

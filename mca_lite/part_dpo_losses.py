@@ -7,9 +7,9 @@
     e      label_smoothing
     /|y|   divided by the number of tokens in the answer
 
-A formula(responses, config) returns the losses of P pairs. Some losses compare pairs with each
-other: their statistics over the global batch of N pairs are `of_batch`, computed beforehand and
-without gradients. Sources are arXiv numbers.
+A formula(responses, config) returns the losses of P pairs. Some losses need statistics of the N
+pairs of the global batch: `of_batch`, computed beforehand and without gradients. Sources are arXiv
+numbers.
 """
 
 import math
@@ -24,13 +24,14 @@ _LARGEST_EXPONENT = 80.0  # exp(80) is finite in float32
 class Responses(NamedTuple):
     """Inputs of a preference loss for P pairs of answers, each [P] except of_batch.
 
-    chosen, rejected: the policy's log-probabilities of the answers. chosen_lens, rejected_lens: the
-    answers' numbers of tokens.
+    chosen, rejected: the policy's log-probabilities of the answers, as weighted by ld_alpha.
+    chosen_lens, rejected_lens: the answers' numbers of trained tokens.
     reference_chosen, reference_rejected: log-probabilities under the reference; None for losses
     without one.
-    whole_chosen: `chosen` before ld_alpha reduces the weight of tokens.
+    whole_chosen: `chosen` without ld_alpha; None for losses that do not read it.
     margin: the pairs' column pair_margin, or None.
-    of_batch: [P, 2], numbers about the global batch for a loss that needs some, otherwise None.
+    of_batch: two numbers about the global batch for each loss that needs some: [P, 2] in a formula,
+    [P, 2 n] for n such losses; None without one.
     """
 
     chosen: torch.Tensor
@@ -86,8 +87,8 @@ def scores(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     of policy to reference probability (2309.16240).
 
     reverse_kl: log u, the plain log-ratio. js_divergence: log(2 u / (1 + u)). alpha_divergence:
-    (u^(a - 1) - 1) / (a - 1) with a = f_alpha_divergence_coef, as in TRL. forward_kl: the same with
-    a = 0.
+    (u^(a - 1) - 1) / (a - 1) with a = f_alpha_divergence_coef, log u for a = 1. forward_kl: the
+    same with a = 0.
     """
     of_chosen, of_rejected = r.ratios
     return _slope(of_chosen, config), _slope(of_rejected, config)
@@ -168,8 +169,7 @@ def hinge(r: Responses, config: Any) -> torch.Tensor:
 def ipo(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of IPO (2310.12036, equation 17): (c / |y_c| - r / |y_r| - 1 / (2 beta))^2. c and
     r are the log-ratios of the chosen and the rejected answer to the reference, or the slopes of
-    another f-divergence (see scores). They are divided by the answers' numbers of tokens |y|, as in
-    its authors' code."""
+    another f-divergence (see scores). They are divided by the answers' numbers of tokens |y|."""
     of_chosen, of_rejected = r.over_lengths(*scores(r, config))
     return (of_chosen - of_rejected - 1 / (2 * config.beta)).square()
 
@@ -331,7 +331,7 @@ def sft(r: Responses, config: Any) -> torch.Tensor:
 
 
 # -- statistics of the global batch. Arguments: its N pairs as Responses in float64, the config, and
-# a dict of numbers that is saved in checkpoints. Results: two numbers, or two tensors [N].
+# a dict of numbers that is saved in checkpoints. Results: two, each a number or a tensor [N].
 
 
 def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
@@ -342,9 +342,9 @@ def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tu
 
 
 def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(m, 0) for BCO. m is the mean, over all steps so far, of a step's mean reward beta (c + r) /
-    2; c and r are the log-ratios of the pairs in `every`. memory keeps m and the number of steps; a
-    step with a non-finite m changes neither."""
+    """(m, 0) for BCO. m is the mean, over the steps in `memory` and this one, of a step's mean
+    reward beta (c + r) / 2; c and r are the log-ratios of the pairs in `every`. memory keeps m and
+    the number of steps; a step with a non-finite m changes neither."""
     mean = float(config.beta * torch.cat(every.ratios).mean())
     steps = memory.get("bco_steps", 0) + 1
     before = memory.get("bco_mean", 0.0)

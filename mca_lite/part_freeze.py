@@ -80,7 +80,8 @@ def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> 
 
 def _fits(name: str, wish: str) -> bool:
     """True if a module is the one that `wish` names, or inside it: wish "mlp" fits name
-    "mlp.up_proj". "all" fits every module. name: the module's name within its layer.
+    "mlp.up_proj". "all" fits every module. name: the module's name within its layer; outside the
+    layers, the last part of its name.
     """
     return wish == "all" or f"{name}.".startswith(f"{wish}.")
 

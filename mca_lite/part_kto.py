@@ -5,12 +5,12 @@
     r     = log-probability of the answer, policy - reference
     kl    = max(0, mean of r over the mismatched answers of the global batch), without a gradient
 
-Source: Ethayarajh and others 2024, equation 7; TRL estimates kl per micro-batch instead. A sample
+Source: Ethayarajh and others 2024, equation 7; TRL estimates kl per forward pass instead. A sample
 becomes two documents: its prompt with its answer, and its prompt with another sample's answer
 (mismatched). The mismatched one only runs forward, before the step. The pairing is fixed for the
-data set, so a cached reference can score it: within blocks of global_batch_size samples, answers
-shift by one sample, packed or not. Without packing and shuffling the blocks are the global batches.
-Letters: n answers in a micro-batch.
+data set, so a cached reference can score it: within blocks of train_global_batch_size samples,
+answers shift by one sample, packed or not. Without packing and shuffling the blocks are the global
+batches of training. Letters: n answers in a micro-batch.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class KTOConfig(ReferenceConfig):
 
     beta: factor on the log-ratio to the reference. desirable_weight, undesirable_weight: loss
     weights of answers with label 1 and 0. cutoff_len: maximum tokens of a mismatched document (a
-    prompt with another prompt's answer); None: no limit. Other fields are ReferenceConfig's.
+    prompt with another sample's answer); None: no limit. Other fields are ReferenceConfig's.
     """
 
     beta: float = 0.1
@@ -57,10 +57,11 @@ class KTOTrainer(DPOTrainer):
     "answer_label"} with shifted labels; answer_label is 1 for a desirable answer, 0 for an
     undesirable one. With sequence_packing, samples may also be packs of such samples.
 
-    train_config: a KTOConfig. Other arguments are DPOTrainer's; per_device_train_batch_size counts
-    answers, or packs. KTO's kl comes from mismatched documents, a prompt with another prompt's
-    answer, which token counts exclude. In an evaluation, kl is estimated over the micro-batches
-    that run together. ValueError for data and keys that do not fit.
+    train_config: a KTOConfig; None: its defaults. Other arguments are DPOTrainer's;
+    per_device_train_batch_size counts answers, or packs. KTO's kl comes from mismatched documents,
+    a prompt with another sample's answer, which token counts exclude. In an evaluation, kl is
+    estimated over the micro-batches that run together. ValueError for data and keys that do not
+    fit.
     """
 
     row_unit = "sample"
@@ -80,7 +81,7 @@ class KTOTrainer(DPOTrainer):
         documents; a reference that runs in each step runs two, over answers and over mismatched
         documents.
         """
-        return 1, 2  # mismatched answers have, over an epoch, as many tokens as the answers
+        return 1, 2  # mismatched answers have, over an epoch, about as many tokens as the answers
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class KTOTrainer(DPOTrainer):
         losses: torch.Tensor,
     ) -> tuple[Any, ...]:
         """Turn token losses [b, s] into (sum of the answers' losses, number of answers int32,
-        {metric: (sum, count)}).
+        {metric: float32 [sum, count]}).
 
         labels: [b, s] on this rank. batch: the whole micro-batch, with "kl". ref_logps,
         ref_mismatched_logps: [n], log-probabilities under the reference; the second is not used.
@@ -170,8 +171,9 @@ class KTOTrainer(DPOTrainer):
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
         """Remove the mismatched documents from the micro-batches, and add "kl", the estimate of the
-        KL divergence to the reference, to each. For it, the mismatched documents of the global
-        batch first run forward through the trained model. Collective.
+        KL divergence to the reference, to each -> the micro-batches. For it, the mismatched
+        documents of all ranks' micro-batches first run forward through the trained model.
+        Collective.
         """
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)
@@ -188,10 +190,9 @@ class KTOTrainer(DPOTrainer):
     def _reference_logps(
         self, models: Any, batches: list[dict[str, Any]], seq_length: int
     ) -> list[torch.Tensor]:
-        """Log-probabilities under the reference of each answer and its mismatched document, float32
-        [n, 2] for each micro-batch; [] on pipeline stages before the last. Answers and mismatched
-        documents run separately, because the longer mismatched ones would pad the answers.
-        Collective.
+        """Log-probabilities under the reference of each answer and its mismatched document, [n, 2]
+        for each micro-batch; [] on pipeline stages before the last. Answers and mismatched
+        documents run separately, because a longer mismatched one would pad the answers. Collective.
         """
         kinds = []
         for first in range(2):
@@ -231,8 +232,8 @@ class KTOTrainer(DPOTrainer):
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
         """Each answer's summed log-probability and number of trained tokens, in the data set's
-        order, and metrics, on every rank. ignore_keys has no effect. Mismatched documents are left
-        out. Collective."""
+        order, and metrics, as a PredictionOutput on every rank. ignore_keys has no effect.
+        Mismatched documents are left out. Collective."""
         view = samples_of(test_dataset)
         while isinstance(view, (Mismatched, WithReference)):
             view = view.dataset
@@ -250,7 +251,8 @@ class Mismatched(View):
     last one.
 
     block: samples per block; a sample alone in its block gets the answer of the sample before it in
-    the data set. cutoff_len: maximum tokens of a mismatched document; None: no limit."""
+    the data set, or the first one that of the last. cutoff_len: maximum tokens of a mismatched
+    document; None: no limit. ValueError on reading a sample whose answer_label is not 1 or 0."""
 
     documents_per_sample = 2
 

@@ -3,13 +3,14 @@
 Letters: t tokens on a rank, h hidden size. A unit is a group of layers that full recomputation
 computes again together; megatron's checkpoint keeps only its inputs (borders).
 
-    recompute_keep: core_attn   a unit's first pass keeps the outputs of its attention kernels; its
-                                second pass reuses them and calls no kernel
-    activation_offloading       borders and kept outputs wait in host memory for the backward pass
-    mlp_chunk_size              an MLP processes this many tokens of a rank at once, experts this
-                                many rows (a token has one per chosen expert), in both passes
+    recompute_keep: core_attn   a unit's first pass keeps the outputs of its fused attention
+                                kernels; its second pass reuses them in place of calling the kernels
+    activation_offloading       borders and kept outputs wait in host memory for the backward pass,
+                                as far as there is room
+    mlp_chunk_size              an MLP processes about this many tokens of a rank at once, experts
+                                this many rows (a token has one per chosen expert), in both passes
 
-The first two do not change a bit. Kernel outputs are kept, rather than attention's output: key
+The first two do not change results. Kernel outputs are kept, rather than attention's output: key
 gathers and rotations run again, and the kernels' backward gets the same tensors as without this."""
 
 import collections
@@ -50,8 +51,8 @@ _KERNELS = (
 
 
 def check(config: Any, judge: Judge) -> None:
-    """Report to `judge` a model with attention dropout, if recompute_keep is set: they do not work
-    together."""
+    """Add a Problem to `judge` if recompute_keep is set for a model with attention dropout: they do
+    not work together."""
     dropout = config.recompute_keep and config.attention_dropout
     reason = f"the model's attention_dropout is {config.attention_dropout}, and a kernel that is "
     reason += "not called again draws no numbers for the dropout after it"
@@ -65,7 +66,7 @@ class HostPool:
     """Reusable pieces of host memory, because fresh pinned memory takes longer than a copy into it.
 
     taken: bytes in all pieces. free: unused pieces by their size in bytes. limit: maximum bytes;
-    None: this rank's share of what is free when the first piece is taken.
+    None: this rank's share of what is free at the first call of take().
     """
 
     def __init__(self, limit: float | None = None):
@@ -75,9 +76,9 @@ class HostPool:
 
     def take(self, size: int) -> list[torch.Tensor] | None:
         """Take uint8 pieces of host memory with `size` bytes or more in all; None, with a warning,
-        if the limit would be exceeded.
+        if no unused piece is large enough and a new one would exceed the limit.
 
-        The last piece's size is a power of two, so that rows of other lengths can reuse it.
+        Sizes of pieces are powers of two, so that rows of other lengths can reuse them.
         """
         if self.limit is None:
             self.limit = SHARE * host_memory() / world.current().local_size
@@ -130,8 +131,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Offloaded:
-    """A tensor that is moved to host memory until backward needs it, in pieces from POOL. Copies
-    overlap with the device's other work.
+    """A tensor that is copied to host memory until backward needs it, into pieces from POOL. On a
+    GPU copies overlap with other work.
 
     The tensor also stays on the device until release(). get() returns it, once, with its original
     strides."""
@@ -145,8 +146,8 @@ class Offloaded:
         self._done = self._copy(tensor, to_host=True)
 
     def _copy(self, tensor: torch.Tensor, to_host: bool) -> Any:
-        """Start the copies between the tensor and its pieces in host memory -> an event at their
-        end; None on a CPU."""
+        """Start the copies between the tensor and its pieces in host memory -> a CUDA event at
+        their end; None for a CPU tensor."""
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         stream = _stream(tensor.device) if tensor.is_cuda else None
         if stream is not None:
@@ -163,7 +164,8 @@ class Offloaded:
             torch.cuda.current_stream().wait_event(self._done)
 
     def release(self) -> None:
-        """Free the device's memory of the tensor, once it is copied to the host."""
+        """Drop the reference to the tensor on its device; the current stream waits first for the
+        copy to the host. Does nothing if the tensor has been fetched."""
         if self.tensor is not None and self._pieces:
             self._wait()
             self.tensor = None
@@ -206,12 +208,13 @@ def _can_leave(tensor: torch.Tensor) -> bool:
 
 class Unit:
     """A group of layers under activation checkpointing, for one forward and backward pass: keeps
-    the outputs of attention kernels for the recomputation, and offloads tensors to host memory.
+    the outputs of attention kernels for the recomputation, and offloads tensors to host memory, as
+    configured.
 
     first: the first input tensor of the unit. before: the unit whose output is this unit's input,
     or None; its tensors are prefetched to the device while this unit is recomputed. last (on the
-    class): returns the unit made last. running (on the class): the unit whose layers run now, or
-    None.
+    class): returns the unit made last, None if it is gone. running (on the class): the unit whose
+    layers run now, or None.
     """
 
     last: Callable[[], "Unit | None"] = lambda: None  # the unit made last
@@ -243,7 +246,8 @@ class Unit:
 
     def hold(self, tensor: torch.Tensor) -> Any:
         """Offload a tensor to host memory -> the Offloaded. Returns the tensor itself if offloading
-        is off, if the tensor cannot be offloaded, or if host memory is full."""
+        is off, if the tensor cannot be offloaded, or if host memory is full. The tensors that this
+        unit and the one made before it offloaded last leave the device now."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
@@ -268,8 +272,8 @@ class Unit:
         return held.get() if isinstance(held, Offloaded) else held
 
     def result(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A kernel's output: in the first pass computed by function(*args) and kept, in the
-        recomputation the kept one."""
+        """A kernel's outputs: in the first pass computed by function(*args) and kept, in the
+        recomputation the kept ones."""
         if self.is_again:
             return tree_map_only((torch.Tensor, Offloaded), self.back, self.kept.popleft())
         with _Paused():
@@ -321,8 +325,8 @@ def checkpointed(
     *tensors: torch.Tensor,
 ) -> Any:
     """Run checkpoint(function, *tensors), megatron's or Transformer Engine's activation
-    checkpointing, with kept kernel outputs and offloading as configured. Without gradients enabled
-    nothing is kept."""
+    checkpointing, with kept kernel outputs and offloading as configured. While gradients are
+    disabled nothing is kept or offloaded."""
     if not torch.is_grad_enabled():
         return checkpoint(function, *tensors)
     unit = Unit(config, tensors[0])
@@ -343,8 +347,8 @@ def _attend(
     *args: Any,
 ) -> torch.Tensor:
     """CoreAttention.forward for layers with recompute_keep: its kernels' outputs are kept in the
-    running Unit and reused in the recomputation. forward: the original method. args: its further
-    arguments."""
+    running Unit, if there is one, and reused in the recomputation. forward: the original method.
+    args: its further arguments."""
     unit = Unit.running
     if unit is None or not unit.keeps:
         return forward(query, key, value, *args)
@@ -366,9 +370,9 @@ class Tiles(torch.autograd.Function):
     """Run a module on tiles of rows, one after another: run(start, *tiles) for the rows from
     `start` on of tensors [t, ...] -> [t, ...].
 
-    Backward runs each tile again, so only one tile's activations are in memory. Gradients of
-    weights are summed over tiles in float32, or by the linear itself in main_grad. Collectives are
-    those of `run`, once per tile and pass; all ranks of a group need the same t.
+    Backward runs each tile again, so that one tile's activations are in memory at a time. Gradients
+    of weights are summed over tiles in float32, or by the linear itself in main_grad. Collectives:
+    those of `run`, for each tile, in both passes; the ranks of its groups need the same t.
     """
 
     @staticmethod
@@ -436,8 +440,8 @@ def _added(
     parameter: torch.Tensor, total: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Add a tile's gradient of a parameter to the total of earlier tiles, in float32 -> the new
-    total. If megatron's linear has added it to main_grad already, `gradient` is an empty tensor and
-    is returned."""
+    total. None adds nothing. If megatron's linear has added the gradient to main_grad already,
+    `gradient` is only a placeholder, and is returned."""
     if gradient is None:
         return total
     if getattr(parameter, "grad_added_to_main_grad", False):
@@ -484,8 +488,9 @@ def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
 def _experts(
     module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Forward pass of experts on rows x [T, h], sorted by expert, `size` rows at a time -> (output
-    [T, h], None). tokens_per_expert: int64 [experts], rows of each. probs: router weights [T]."""
+    """Forward pass of experts on rows x [T, h], sorted by expert, `size` rows at a time -> (outputs
+    times probs [T, h], None). tokens_per_expert: [experts], rows of each. probs: router weights
+    [T]."""
     ends = tokens_per_expert.cumsum(0)
 
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
@@ -497,8 +502,9 @@ def _experts(
 
 
 def prepare(layer: Any, config: Any) -> None:
-    """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: on its attention, MLP,
-    experts or shared experts the method forward is replaced on the instance."""
+    """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: the first replaces the
+    method forward of its CoreAttention, the second that of its MLP, or experts and shared experts.
+    """
     attention = layer.self_attention
     for module in attention.modules() if config.recompute_keep else ():
         if isinstance(module, CoreAttention):

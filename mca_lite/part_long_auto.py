@@ -1,9 +1,9 @@
-"""recompute_granularity: auto: recompute as many layers of a stage as memory needs, and no more.
+"""recompute_granularity: auto: recompute only as many layers of a stage as memory seems to need.
 
 The choice is made once the model and its optimizer are there, from the memory that is free then
-and the formulas of part_long_costs. It changes no bit: recomputation repeats the same operations.
-Each pipeline stage has a number of its own. Ranks of a stage agree on the largest of their numbers,
-because recomputed layers repeat their collectives.
+and the formulas of part_long_costs. It does not change results: recomputation repeats the same
+operations. Each pipeline stage has a number of its own. Ranks of a stage agree on the largest of
+their numbers, because recomputed layers repeat their collectives.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def least(count: int, need: Callable[[int], float], room: float) -> int:
 
 
 def free_memory() -> float:
-    """Bytes on this rank's device that a run may still take: up to the share HEADROOM of a GPU's
-    memory; without a GPU, the share SHARE of this rank's part of free host memory."""
+    """Bytes on this rank's device that a run may still take: until the share HEADROOM of a GPU's
+    memory is in use; without a GPU, the share SHARE of this rank's part of free host memory."""
     if not torch.cuda.is_available():
         return SHARE * host_memory() / world.current().local_size
     free, total = torch.cuda.mem_get_info()
@@ -87,8 +87,8 @@ def dequantised_bytes(model: Any, width: int) -> float:
 def choose(
     backend: Any, data: Any, settings: dict[str, Any], documents: int
 ) -> dict[str, dict[str, str]]:
-    """Choose how many layers this rank's stage recomputes, and set the number in the model's config
-    -> a section of the start summary. Collective.
+    """Choose how many layers this rank's stage (each of its virtual stages) recomputes, and set the
+    number in the model's config -> a section of the start summary. Collective over all ranks.
 
     data: the training set. settings: {key: value} of the run, of which cutoff_len and stage are
     read. documents: documents per sample.

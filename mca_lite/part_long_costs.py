@@ -5,8 +5,9 @@ What activations take was counted: on a CPU from the tensors that autograd saves
 (tests/test_plan.py), on a GPU, where kernels.py compiles, from the blocks of memory in use on one
 H200.
 
-"Per token" means per token on this rank. Letters: w bytes per activation value, h hidden size, n
-heads on this rank, v channels of a value."""
+"Per token" means a rank's bytes per token that it works on; the tensor-parallel ranks work on the
+same tokens, also under sequence parallelism. Letters: w bytes per activation value, h hidden size.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +26,9 @@ class Kept(NamedTuple):
 
 
 def results(config: Any, layer: int, sizes: Any) -> float:
-    """Bytes per token that recompute_keep keeps of a layer (counted from 0): attention's output and
-    a float32 log-sum-exp per head. 0 for linear attention, and without recompute_keep. sizes:
-    RankSizes."""
+    """Estimated bytes per token that recompute_keep keeps of a layer (counted from 0): attention's
+    output and a float32 log-sum-exp per head. 0 for linear attention, and without recompute_keep.
+    sizes: RankSizes."""
     if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
         return 0.0
     channels = config.head_sizes(layer + 1)[1]
@@ -57,9 +58,9 @@ def kept(config: Any, inputs: float, units: int, of_results: list[float], again:
     """Bytes per token that recomputed layers take with recompute_keep or activation_offloading.
 
     All arguments but config are bytes per token, except units: the number of groups of layers
-    recomputed together. inputs: a unit's inputs. of_results: attention outputs that each recomputed
-    layer keeps. again: a unit while it is recomputed. With offloading everything is in host memory,
-    and at most two units are on the device: the one recomputed, and the one before it.
+    recomputed together. inputs: a unit's inputs. of_results: attention outputs, for each recomputed
+    layer. again: a unit while it is recomputed. With offloading all that units keep is in host
+    memory, and on the device that of two units: the one recomputed, and the one before it.
     """
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
@@ -77,8 +78,8 @@ class RankSizes:
     time. config: McaModelConfig.
 
     w: bytes per activation value. h: hidden size. heads, groups: attention heads and key-value
-    heads after tensor parallelism. keys: bytes of keys and values per token and layer. tp, sp, pp,
-    cp, ep: parallel degrees.
+    heads after tensor parallelism. keys: bytes of keys and values per token and layer. tp, pp, cp,
+    ep: parallel degrees. sp: tp under sequence parallelism, otherwise 1.
     """
 
     def __init__(self, config: Any) -> None:
@@ -104,8 +105,9 @@ class _Facts(NamedTuple):
 
     norm: bytes per channel of a norm; head_norm: of a norm of queries or keys. mlp: values per MLP
     column; expert: the same for an expert, whose columns are also multiplied by a router weight.
-    scores: bytes per head; attended: bytes per value of queries, keys and values; both for
-    attention whose values are narrower than its keys.
+    scores: bytes per head of latent attention whose values are narrower than its keys. attended:
+    bytes per value of latent attention's queries, keys and values, and of a delta net's
+    convolution. compiled: kernels are compiled. adapted: adapters are trained.
     """
 
     norm: int
@@ -113,15 +115,15 @@ class _Facts(NamedTuple):
     mlp: int
     expert: int  # like mlp, with a weight per column
     scores: int  # bytes per head of attention whose values are narrower than its keys
-    attended: int  # bytes per value of such attention's queries, keys and values
+    attended: int  # bytes per value of latent attention's queries, keys and values
     compiled: bool
     adapted: bool  # adapters are trained
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
     """Sizes of the tensors that autograd saves per token of a model. width: bytes per activation
-    value. compiled: True if kernels are compiled. frozen: True if the norms' weights are not
-    trained. length: tokens in a sequence."""
+    value. compiled: True if kernels are compiled. frozen: True if adapters are trained; norms then
+    count as frozen. length: tokens in a sequence."""
     if compiled:
         return _Facts(
             norm=2 * width,
@@ -147,9 +149,9 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
 
 
 def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """(bytes per token that a layer saves for the backward pass on this rank, the part of them in
-    its MLP or experts). layer: counted from 0. facts: what autograd saves, from _facts. r: the
-    rank's sizes."""
+    """Estimate (bytes per token that a layer saves for the backward pass on this rank, the part of
+    them in its MLP or experts). layer: counted from 0. facts: what autograd saves, from _facts. r:
+    the rank's sizes."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
@@ -187,8 +189,8 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
 
 
 def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
-    """Bytes per token that multi-latent attention saves for the backward pass, without the layer's
-    norm. facts: what autograd saves, from _facts. r: the rank's sizes."""
+    """Estimated bytes per token that multi-latent attention saves for the backward pass, without
+    the layer's norm. facts: what autograd saves, from _facts. r: the rank's sizes."""
     rotated = config.qk_pos_emb_head_dim
     query = config.qk_head_dim + rotated
     value = config.v_head_dim
@@ -213,9 +215,10 @@ def _activations(
     r: RankSizes,
     tokens: float,
 ) -> tuple[float, float, float]:
-    """(bytes per token kept for the backward pass, bytes per token of a group of layers while it is
-    recomputed, bytes per token in host memory) on a rank of pipeline stage `stage`. layers: the
-    indices of its layers with a backward pass. tokens: tokens of a micro-batch on this rank."""
+    """Estimate (bytes per token kept for the backward pass, further bytes per token while a group
+    of layers is recomputed, bytes per token in host memory) on a rank of pipeline stage `stage`.
+    layers: the indices of its layers with a backward pass. facts: from _facts. r: the rank's sizes.
+    tokens: tokens of a micro-batch on this rank."""
     sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
     if config.mlp_chunk_size:
         pairs = zip(layers, sizes, strict=True)
@@ -253,16 +256,16 @@ def _activations(
 def input_activations(
     args: Any, config: Any, trained: Iterable[str], length: int, r: RankSizes
 ) -> float:
-    """Upper limit of the bytes that a vision tower or another input module saves for the backward
-    pass: as if rows held nothing but its inputs. trained: names of the trained parameters. length:
-    tokens in a row. r: the rank's sizes."""
+    """Estimated upper limit of the bytes that a vision tower or another input module saves for the
+    backward pass: as if rows held nothing but its inputs. trained: names of the trained parameters.
+    length: tokens in a row. r: the rank's sizes."""
     of_token = config.inputs.bytes_of_token(trained, r.w)
     return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
 
 
 def _in_flight(args: Any, config: Any, stage: int) -> float:
-    """The number of micro-batches whose activations a pipeline stage holds at once. With virtual
-    stages it can be a fraction, because a chunk of layers counts as a part of the stage."""
+    """The most micro-batches whose activations a pipeline stage holds at once. With virtual stages
+    it can be a fraction, because a chunk of layers counts as a part of the stage."""
     pp = config.pipeline_model_parallel_size
     vpp = config.virtual_pipeline_model_parallel_size or 1
     micro_batches = args.gradient_accumulation_steps or 1
@@ -280,9 +283,10 @@ _OF_LOGIT = 53
 def _loss(
     config: Any, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
 ) -> float:
-    """Bytes that the loss takes while it is computed: a chunk of logits, hidden states, and the
-    gradient of a trained head. tokens: tokens of a micro-batch on this rank. on_gpu: True if
-    kernels are compiled. r: the rank's sizes. distils: True if the loss compares with a teacher."""
+    """Estimated bytes that the loss takes while it is computed: a chunk of logits (of a teacher
+    too), hidden states, and the float32 gradient of a trained head. tokens: tokens of a micro-batch
+    on this rank. on_gpu: True if kernels are compiled. r: the rank's sizes. distils: True if the
+    loss compares with a teacher."""
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     of_logit = r.w
@@ -295,9 +299,9 @@ def _loss(
 
 
 def _passing(config: Any, layers: Sequence[int], r: RankSizes, tokens: float) -> float:
-    """Bytes of the gradients that the backward pass of one MLP, or of one layer's experts, holds at
-    once: the gradient before the activation (gate and up) and the gradient of the MLP's output. The
-    maximum over `layers`. tokens: number of tokens on this rank.
+    """Estimated bytes of the gradients that the backward pass of one MLP, or of one layer's
+    experts, holds at once: the gradient before the activation (gate and up) and the gradient of the
+    MLP's output. The maximum over `layers`. tokens: tokens of a micro-batch on this rank.
 
     Measured on one H200, 8B with adapters in rows of 32,768 to 131,072 tokens: 4 f + 2 h bytes per
     token, with f columns in the MLP and hidden size h.
@@ -318,8 +322,8 @@ def _passing(config: Any, layers: Sequence[int], r: RankSizes, tokens: float) ->
 
 
 def _buffers(config: Any, tokens: float, r: RankSizes) -> float:
-    """Bytes of a rank's communication buffers. tokens: tokens of a micro-batch on this rank. r: the
-    rank's sizes."""
+    """Estimated bytes of a rank's communication buffers. tokens: tokens of a micro-batch on this
+    rank. r: the rank's sizes."""
     part = tokens * r.h * r.w / r.sp
     terms = [
         (config.sequence_parallel, part * r.sp),
@@ -363,8 +367,8 @@ def of_step(
     args: TrainingArguments with the layout of config, a McaModelConfig. layers: indices of the
     stage's decoder layers that have a backward pass. length: tokens in a sample or row. trained:
     names of the rank's trained parameters. on_gpu: True if kernels are compiled. is_whole: True if
-    all weights are trained. trains_head: True if the output head is. distils: True if the loss
-    compares with a teacher.
+    whole weights are trained, False for adapters. trains_head: True if the output head is trained.
+    distils: True if the loss compares with a teacher.
     """
     r = RankSizes(config)
     tokens = args.micro_batch_size * length / r.cp

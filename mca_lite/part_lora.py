@@ -135,8 +135,8 @@ class Lora(Finetuning):
 
     def notes(self, arguments: Any) -> list[str]:
         """Report lines about a run's adapters: a warning that PEFT may ignore some of them, if the
-        model is a mixture of experts, adapters are on MLPs, and the run exports no merged model;
-        or what the merged model of a quantised base is.
+        model's family has experts, adapters are on MLPs, and the run exports no merged model; or
+        what the merged model of a quantised base is.
 
         The reason: PEFT recognises stacked experts by module name alone, and so may take dense
         layers and shared experts for stacked experts.
@@ -150,8 +150,8 @@ class Lora(Finetuning):
         return [f"save_merged_model: {words}"] * bool(words)
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-        """Freeze the model and put the planned adapters on it, in place. Returns the model.
-        Collective if a saved adapter is loaded.
+        """Freeze the model, except modules_to_save, and put the planned adapters on it, in place.
+        Returns the model. Collective if a saved adapter is loaded.
 
         seed: for the first values of fresh adapters. dtype: for a transformers model's frozen
         weights.
@@ -165,8 +165,8 @@ class Lora(Finetuning):
         return is_saved(module, self.spec)
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the adapters have no effect. Modules in modules_to_save keep their
-        trained weights.
+        """Context, with the model as its value, in which the adapters have no effect. Modules in
+        modules_to_save keep their trained weights.
         """
         return without_adapters(model)
 
@@ -255,12 +255,12 @@ def _with_value_head(spec: LoraSpec) -> LoraSpec:
 
 
 def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-    """Freeze a model and put LoRA adapters on it, in place. Returns the model; its attribute
-    `finetuning` is then a Lora.
+    """Freeze a model, except modules_to_save, and put LoRA adapters on it, in place. Returns the
+    model; its attribute `finetuning` is then a Lora.
 
-    Adapters start as in PEFT. Their values are drawn from `seed` and their names, so they are the
-    same in every parallel layout and on both backends. Call inject after loading weights and before
-    making a trainer.
+    Adapters start with PEFT's default distributions. Their values are drawn from `seed` and their
+    names, so they are the same in every parallel layout and on both backends. Call inject after
+    loading weights and before making a trainer.
     spec: if it has no `modules` yet, they are planned first. dtype: for a transformers model's
     frozen weights. No collectives. ConfigError for adapters that this model cannot have; ValueError
     if the model already has adapters.
@@ -312,7 +312,7 @@ def place_adapter(
     weights. Returns the model. Collective.
 
     dtype: for a transformers model's frozen weights. ValueError, on every rank, if the weights do
-    not fit, or if the file has whole weights that are not in its modules_to_save.
+    not fit on some rank, or if the file has whole weights that are not in its modules_to_save.
     """
     lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
     if lost:  # PEFT stores embedding and head after the vocabulary was resized

@@ -2,8 +2,8 @@
 
 In every layout a module has two matrices under its Hugging Face name, even if megatron fuses it
 with others: base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r]; an
-embedding has .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Modules in modules_to_save are
-stored in full.
+embedding has .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Experts in target_parameters
+have them together: see part_lora_patterns. Modules in modules_to_save are stored in full.
 """
 
 import itertools
@@ -73,8 +73,9 @@ class AdapterSource(SafetensorsSource):
     """Reads the tensors in a PEFT adapter's folder. Names are without the prefix
     "base_model.model.".
 
-    pairs: {module: (name of its matrix A, name of its matrix B)}. ValueError if the folder has no
-    adapter_model.safetensors, or A or B of a module is missing.
+    pairs: {module: (name of its matrix A, name of its matrix B)}; before unjoin() without matrices
+    of stacked experts. ValueError if the folder has no adapter_model.safetensors, or A or B of a
+    module is missing.
     """
 
     def __init__(self, folder: PathLike):
@@ -134,8 +135,8 @@ class AdapterSource(SafetensorsSource):
 
 
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
-    """A LoraSpec with these targets, and rank, alpha and the other settings from `values`, the
-    content of an adapter_config.json. Missing and null values become defaults.
+    """A LoraSpec with these targets, and rank, alpha and the other settings from `values`, which
+    has the keys of an adapter_config.json. Missing and null values become defaults.
     """
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
@@ -145,8 +146,8 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
 
 
 def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSpec, AdapterSource]:
-    """Read the folder of a PEFT adapter. Returns (its LoraSpec, whose targets are the adapted
-    modules' whole names; its tensors, read when needed).
+    """Read the folder of a PEFT adapter. Returns (its LoraSpec, whose targets are the whole names
+    of the adapted modules, without stacked experts; its tensors, read when needed).
 
     dropout: replaces the adapter's dropout; None keeps it. ConfigError if the folder has no
     adapter_config.json or asks for unsupported features; ValueError for a damaged file.

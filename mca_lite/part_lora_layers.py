@@ -14,7 +14,7 @@ matrices, as megatron must know it for gradient reduction and gradient norm:
     column, SP    A replicated, its gradient partial over the sequence (marked
                   sequence_parallel). B sharded by rows.
     row           A sharded by columns. B replicated, complete.
-    row, SP       A sharded by columns. B replicated, partial over the sequence (marked).
+    row, SP       A sharded by columns. B replicated, its gradient partial (marked).
     unsharded     A and B replicated and complete; with SP both partial over the sequence.
     experts       gate, up: A [n, r, h] replicated, B [n, f, r] sharded. down: A [n, r, f] sharded,
                   B [n, h, r] replicated. The dispatcher sums activations over the
@@ -284,11 +284,11 @@ class LoraAdapter(Adapter):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """The adapter's output scale * B A x for the linear's input x. It has the shape of the
-        linear's output, and is float32 (in x's dtype if in_half).
+        linear's output, and is float32 (in x's dtype if in_half, in autocast's under autocast).
 
         weight: the linear's matrix, given if adds_in_product; then the result is W x + scale * B A
-        x in x's dtype. Collective over the group if the linear is sharded, in the forward or the
-        backward pass.
+        x in x's dtype. Collective over the group if the linear is sharded, in the forward pass, the
+        backward pass or both.
         """
         if weight is not None:
             return self._product(x, weight)
@@ -341,8 +341,7 @@ class LoraAdapter(Adapter):
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """The adapter's inner activation scale * A x [..., sum of the projections' r], float32 or
-        in x's dtype if in_half.
+        """The adapter's inner activation scale * A x [..., sum of the projections' r].
 
         For a row-sharded linear it is summed over the group (under sequence parallelism each rank
         gets its part of the sequence). For a column-sharded linear under sequence parallelism it
@@ -412,9 +411,9 @@ class LoraEmbedding(Adapter):
         self._add(b, b, whole, (in_size, rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The adapter's output, which the caller adds to the embedding's: tokens [b, s] -> float32
-        [b, s, h], or [s / tp, b, h] under sequence parallelism. Collective if the tensor-parallel
-        group has several ranks.
+        """The adapter's output, which the caller adds to the embedding's: tokens [b, s] -> [b, s,
+        h], or [s / tp, b, h] under sequence parallelism; float32 outside of autocast. Collective if
+        the tensor-parallel group has several ranks.
         """
         table = self.lora_embedding_A.t()
         if self.tp == 1:
@@ -535,7 +534,7 @@ class LoraExperts(Adapter):
 
         projections: those in weight [n, ..., in], such as ("gate", "up"). multiply(x, w):
         multiplies each expert's tokens by w^T of this expert. The backward pass is collective over
-        the expert-tensor-parallel group.
+        the expert-tensor-parallel group if that has several ranks.
         """
         names = [p for p in projections if p in self.adapted]
         if not names:

@@ -2,7 +2,8 @@
 experts' stacked parameters.
 
 transformers keeps a layer's experts in two parameters, gate_up_proj [E, 2 f, h] and down_proj
-[E, h, f]. PEFT's target_parameters puts one adapter on each, in which gate and up share A:
+[E, h, f], or both transposed. PEFT's target_parameters can put one adapter on each; gate and up
+then share A:
 
     <layer>.mlp.experts.base_layer.lora_A.weight [E r, h]    of gate_up_proj, expert after expert
     <layer>.mlp.experts.base_layer.lora_B.weight [2 f, r E]  the expert is the last axis
@@ -283,8 +284,8 @@ def singles(slices: Mapping[str, Any], spec: LoraSpec, folder: Any) -> dict[str,
 
 def check_stacked(spec: LoraSpec, modules: Iterable[str], judge: Judge) -> None:
     """Add Problems to `judge` for a spec's target_parameters that are no experts of the model, or
-    that PEFT refuses beside its other settings, and for settings that it refuses beside adapters of
-    single experts. modules: all that can have an adapter.
+    that do not go with its other settings, and for settings with which PEFT would apply adapters of
+    single experts otherwise. modules: all that can have an adapter.
     """
     places = [place for place in map(place_of, modules) if place]
     parameters = dict.fromkeys(place.parameter for place in places)
@@ -335,7 +336,8 @@ def check_stacked(spec: LoraSpec, modules: Iterable[str], judge: Judge) -> None:
 
 
 def check_patterns(spec: LoraSpec, judge: Judge) -> None:
-    """Add a Problem to `judge` for each pattern of a spec that means no adapter."""
+    """Add a Problem to `judge` if a key in a spec's rank_pattern, or one in its alpha_pattern,
+    matches no module with an adapter."""
     names = {spec.name_in_peft(module) for module in spec.modules}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(spec, key):

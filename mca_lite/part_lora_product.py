@@ -1,6 +1,7 @@
 """A frozen weight and its LoRA adapter in one matmul: of a linear, and of an MoE layer's experts.
 
-Letters: n experts on this rank, T tokens, r rank, c the ranks of all projections of a weight.
+Letters: n experts on this rank, T tokens, r rank, c the sum of the ranks of a weight's
+projections.
 """
 
 import math
@@ -19,10 +20,10 @@ def with_room(
     it for the adapter's B, so that one matmul can use both.
 
     The first call moves the weight's data into a new buffer and lets the weight point there; later
-    calls return this buffer, unless the weight has moved away. rooms: these buffers by weight
-    shape, changed in place. rows: free rows for the adapter's A in a buffer [n, out + rows, in +
-    columns] of a weight [n, .., in]; 0: none. A quantised weight is instead decoded into a new
-    buffer at each call.
+    calls return this buffer, or do the same again if the weight was moved or cast since. rooms:
+    these buffers by weight shape, changed in place. rows: free rows for the adapter's A in a buffer
+    [n, out + rows, in + columns] of a weight [n, .., in]; 0: none. A quantised weight is instead
+    decoded into a new buffer at each call.
     """
     room = rooms.get(weight.shape)
     *lead, inputs = weight.shape
@@ -57,8 +58,8 @@ class AdaptedProduct(torch.autograd.Function):
     """A frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T, as one matmul [x, scale x
     A^T] [W, B]^T, so that the sum is rounded only once.
 
-    If the adapter's output were added to an already rounded x W^T, contributions below half of its
-    last digit would be lost. addmm does not help: cuBLAS rounds the product to bf16 before it adds.
+    If the adapter's output were added to an already rounded x W^T, contributions far below its last
+    digit would be lost.
     """
 
     @staticmethod
@@ -80,7 +81,7 @@ class AdaptedProduct(torch.autograd.Function):
         with a part of the sequence in x: x is gathered, and the result covers the whole sequence;
         each rank gets the gradients of x and A for its part. Collective over the group in both
         passes. None: x is not gathered. again: computes x once more, for the backward pass, which
-        then needs no saved x; None: x is saved.
+        then needs no saved x; None: x is saved. scale: a number, or a factor for each row of A.
         """
         a = a.to(x.dtype)
         b = b.to(x.dtype)
@@ -133,7 +134,7 @@ def _parts(room: torch.Tensor, inputs: int) -> tuple[torch.Tensor, torch.Tensor,
 
 class AdaptedExperts(torch.autograd.Function):
     """Frozen experts with their LoRA adapters: for each expert [x, low] [W, B]^T with low = scale x
-    A^T, one grouped matmul that is rounded only once. Its backward pass is [grad, grad B] [W;
+    A^T, one grouped matmul that is rounded only once. The gradient of x is [grad, grad B] [W;
     scale A]. It keeps no copies of A and B, and no x if that can be computed again.
     """
 

@@ -1,8 +1,7 @@
-"""Rules about which adapters a model can have.
+"""Rules about which adapters a model can have, for runs and for the Python functions
+part_lora.inject and load_adapter.
 
-Runs and the Python functions part_lora.inject and load_adapter apply the same rules, except those
-on new tokens and merging. `candidates` are part_lora_sites.Candidates. Each check reports to
-`judge`.
+`candidates` are part_lora_sites.Candidates. Each check reports to `judge`.
 """
 
 import contextlib
@@ -44,9 +43,9 @@ _PLAIN |= {
 
 
 def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> None:
-    """Add a Problem to `judge` for each setting in a PEFT adapter_config.json that is not
-    supported, such as DoRA, and for an invalid r, lora_alpha, lora_dropout, modules_to_save or
-    pattern. path: the file, for messages.
+    """Add Problems to `judge` for settings in a PEFT adapter_config.json that are not supported,
+    such as DoRA, for an r, lora_alpha, lora_dropout or modules_to_save of a wrong type, and for
+    invalid target_parameters or patterns. path: the file, for messages.
     """
     saved = values.get("modules_to_save") or []
     fits = {
@@ -102,8 +101,8 @@ def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tupl
 
 
 def _is_match(target: str, candidate: Keys) -> bool:
-    """True if a target of lora_target matches this candidate module: "all", the end of a name, a
-    glob pattern or a regular expression. Whole Hugging Face names are matched by resolve_targets.
+    """True if a target of lora_target matches this part_lora_sites.Candidate: "all", "all-router",
+    the end of a name, a glob pattern or a regular expression.
     """
     if target in ALL_LINEAR:
         return candidate.in_all
@@ -121,10 +120,10 @@ def _is_match(target: str, candidate: Keys) -> bool:
 def check_other_model(
     folder: str | os.PathLike[str], spec: LoraSpec, candidates: list[Any], judge: Judge
 ) -> None:
-    """Add a Problem to `judge` if a saved adapter has modules that this model lacks, because it was
-    then trained on another model, or if it has none. spec: the adapter's settings, whose targets
-    are complete module names. candidates: this model's modules that can have an adapter, as
-    Candidates. folder: the adapter's folder, for the message."""
+    """Add a Problem to `judge` if a saved adapter is for modules that are no candidates of this
+    model, mostly because it was trained on another model, or for no modules. spec: the adapter's
+    settings, whose targets are complete module names. candidates: this model's modules that can
+    have an adapter, as Candidates. folder: the adapter's folder, for the message."""
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
         (spec.targets or spec.target_parameters) and not unknown,
@@ -155,9 +154,8 @@ def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) ->
 
 
 def check_saved(spec: LoraSpec, weights: Iterable[Any], judge: Judge) -> None:
-    """Add a Problem to `judge` for a name in modules_to_save that cannot be trained whole, such as
-    experts or a tied embedding, is in lora_target too, or matches no module. weights: hosts.Weight
-    for each weight of the model.
+    """Add a Problem to `judge` if a name in modules_to_save cannot be trained whole, such as a tied
+    embedding, is in lora_target too, or matches no module. weights: the model's hosts.Weights.
     """
     key = "modules_to_save"
     unused = set(spec.modules_to_save)
@@ -223,9 +221,8 @@ def check_new_rows(
 
 
 def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` if the torch backend does not support a LoRA spec: there only
-    linears and embeddings can have dropout. linears: the names of the model's linears and
-    embeddings.
+    """Add a Problem to `judge` if a LoRA spec has dropout and adapters of experts or routers, which
+    the torch backend does not support. linears: the names of the model's linears and embeddings.
     """
     judge.expect(
         not spec.dropout or set(linears) >= set(spec.modules),
@@ -306,7 +303,7 @@ def check_mergeable(
     spec: LoraSpec, is_tied: bool, judge: Judge, key: str = "save_merged_model"
 ) -> None:
     """Add a Problem to `judge` if adapters cannot be merged into the weights: if embedding and head
-    share one matrix (is_tied) and one of them has an adapter, since merging would change both. key:
+    share one matrix (is_tied) and either has an adapter, since merging would change both. key:
     the configuration key that asks for merging."""
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     judge.expect(

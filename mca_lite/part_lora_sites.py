@@ -1,6 +1,6 @@
 """LoRA on a model: which modules get adapters, their initial values, their checkpoint tensors.
 
-`model` is VirtualModels or a transformers model, as in hosts.py.
+`model` is VirtualModels or a transformers model, unless a docstring names others.
 """
 
 import contextlib
@@ -43,13 +43,14 @@ from .weights_files import Shape, generator_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that can have an adapter, on any rank. hf: its name. mca: the megatron
-    module that contains it; "" if the family is not in the table. in_all: True if lora_target: all
-    includes it. part: the model's part that contains it, such as the language model."""
+    """A Hugging Face module that can have an adapter, on this rank or another. hf: its name. mca:
+    the megatron module that contains it; "" if the family is not in the table. in_all: True if
+    lora_target: all can include it. part: the model's part that contains it, such as the language
+    model."""
 
     hf: str
     mca: str  # megatron's module that contains it, "" if the family is not in the table
-    in_all: bool  # True if lora_target: all includes it
+    in_all: bool  # True if lora_target: all can include it
     part: str = LANGUAGE_MODEL  # the model's part that contains it, see families.part_of
 
 
@@ -70,7 +71,7 @@ def _is_router(row: Row) -> bool:
 
 
 def _candidates(config: Any) -> Iterator[Candidate]:
-    """Yield every module that can have an adapter, for a model whose family is in the table.
+    """Yield a Candidate for each module that can have an adapter, if the family is in the table.
     config: a McaModelConfig, or an object with its fields.
     """
     for row, layer in in_layer_order(config):
@@ -195,8 +196,8 @@ def _sites_on_torch(host: Any) -> Iterator[Site]:
 
 
 def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-    """Yield the Sites of an MoE layer's experts and router in a transformers model, since these
-    mostly are not nn.Linear modules. block: the layer's MLP module.
+    """Yield the Sites of an MoE layer's experts and, if it is not an nn.Linear, its router, in a
+    transformers model. block: the layer's MLP module.
     """
     rows = rows_of(host.fields.hf_model_type, host.fields)
     _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
@@ -223,10 +224,10 @@ def saved_keys(host: Any, spec: LoraSpec) -> set[Any]:
 
 def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     """Decide which modules get adapters: a copy of the spec whose `modules` are the model's modules
-    that its targets match. Nothing is added to the model yet. No collectives.
+    that its targets and target_parameters match. Nothing is added to the model yet. No collectives.
 
-    model: may also be a McaModelConfig, or a model on the meta device. judge: gets a Problem for
-    each adapter that is not supported; None: they raise ConfigError.
+    model: may also be a McaModelConfig, or a model on the meta device. judge: gets Problems for
+    what is not supported; None: ConfigError is raised for them.
     """
     host = host_of(model)
     rules = judge or Judge(None)
@@ -248,8 +249,7 @@ def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
 
 def fill_adapters(model: Any, source: Callable[[str, Shape], torch.Tensor]) -> None:
     """Set the values of this rank's LoRA matrices, in place. source(key, shape): returns the whole
-    matrix, of which this rank takes its shard. key: the matrix's name in PEFT's file without
-    prefix.
+    matrix, of which this rank takes its shard. key: Piece.key.
     """
     with torch.no_grad():
         for piece in pieces_of(model):
@@ -308,9 +308,9 @@ def without_adapters(model: Any) -> Iterator[Any]:
 
 
 def sharded_state(chunk: Any) -> dict[str, Any]:
-    """{name: megatron ShardedTensor} of a chunk's trained tensors: LoRA matrices and
-    modules_to_save, for distributed checkpoints. Tensors are named as in the whole model, so that
-    they load in other parallel layouts.
+    """{name in the chunk: megatron ShardedTensor} for the LoRA matrices and the weights trained
+    whole (modules_to_save), for distributed checkpoints. The keys of the ShardedTensors are names
+    in the whole model, so that they load in other parallel layouts.
     """
     state = {
         name: tensor

@@ -1,5 +1,5 @@
-"""compute_metrics and preprocess_logits_for_metrics of a trainer, as in transformers: numbers of an
-evaluation from what is kept of each sample's logits.
+"""compute_metrics and preprocess_logits_for_metrics of a trainer, under transformers' names:
+metrics of an evaluation from what is kept of each sample's logits.
 """
 
 import functools
@@ -97,8 +97,9 @@ def _processed(
     preprocess: Callable[..., Any], logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. logits:
-    [n, V]. labels: [n]. The function gets one position more than the document has, because
-    transformers' labels are not shifted. ValueError if it returns anything but tensors."""
+    [n, V]. labels: [n]. The function gets float32 logits [1, n + 1, V] and labels [1, n + 1], one
+    position more than the document has, because transformers' labels are not shifted. ValueError
+    if it returns anything but a tensor or a tuple of tensors."""
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     kept = preprocess(logits, labels)

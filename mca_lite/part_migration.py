@@ -1,7 +1,4 @@
-"""Keys and names of other trainers: aliases, ignored keys, refused keys, chat templates.
-
-Keys with an effect are fields in args.py.
-"""
+"""Keys and names of other trainers: aliases, ignored keys, refused keys, chat templates."""
 
 import json
 
@@ -54,7 +51,7 @@ chat_template_path=chat_template
 ALIASES.update(dict(pair.split("=") for pair in _SAME))
 
 # Known keys without support. Each paragraph: the missing feature, the nearest way, the keys. None
-# is accepted, and so is the other trainer's default, written after =; without = that is false or 0.
+# is accepted, and so is the other trainer's default, written after =; without = a value of _OFF.
 # A * at the end matches every ending.
 _REFUSED = """\
 an adapter on top of another
@@ -226,7 +223,7 @@ use_llama_pro debug loraplus_lr_ratio loraplus_lr_embedding=1e-06 truncation_mod
 model_init_kwargs teacher_model_init_kwargs alpha dataset_kwargs
 use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay
 """
-# reason -> keys of LLaMA-Factory and Hugging Face that have no meaning here
+# reason -> keys of other trainers that have no effect here
 _IGNORED = {
     "the model's folder decides it": "multi_latent_attention tool_format use_fast_tokenizer "
     "disable_dropout eos_token pad_token",
@@ -308,8 +305,8 @@ _OFF = "false no 0 0.0 [] {}"  # values that switch a key off
 
 
 def _add(key: str, row: ForeignKey) -> None:
-    """Add a key of another trainer to FOREIGN_KEYS. row: what becomes of the key in this package.
-    ValueError if the key is known already."""
+    """Add a key of another trainer to FOREIGN_KEYS. row: whether and why it is ignored or refused.
+    ValueError if FOREIGN_KEYS or ALIASES has the key already."""
     refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
     FOREIGN_KEYS[key] = row
 

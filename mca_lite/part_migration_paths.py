@@ -1,6 +1,6 @@
 """mcore_adapter's module paths, under this package's name, and its names that have no successor.
 
-The package imports this module first, because its finder must be installed before such a path is
+`import mca_lite` imports this module, because its finder must be installed before such a path is
 imported.
 """
 

@@ -5,15 +5,15 @@ Layer k predicts the token k + 1 ahead:
     g_0 = the decoder's output
     g_k = norm(layer_k(eh_proj [enorm(embedding of the token k ahead); hnorm(g_{k-1})]))
 
-These layers share the model's embedding and output layer. They run on the last pipeline stage,
-which keeps a copy of the embedding. Image features replace embeddings there too. Rotary positions
-are those of g_0's tokens, as in megatron-core and vLLM.
+These layers share the model's embedding and output layer. They run on the last pipeline stage; if
+there are several stages, it keeps a copy of the embedding. Image features replace embeddings there
+too. Rotary positions are those of g_0's tokens, as in megatron-core.
 
-The objective is that of the DeepSeek-V3 report. With N trained tokens of the main loss, it is (sum
+The objective follows the DeepSeek-V3 report. With N trained tokens of the main loss, it is (sum
 of main losses + mtp_loss_scaling_factor / layers * sum of the prediction losses) / N. N counts the
-whole step if calculate_per_token_loss, else the micro-batch. megatron's module divides by other
-counts, and exchanges tokens between ranks to look ahead; here a batch already includes the
-following tokens (Targets).
+whole step if calculate_per_token_loss, else the micro-batch. Under context parallelism megatron's
+module exchanges tokens between ranks to look ahead; here a batch already includes the following
+tokens (Targets).
 """
 
 import re
@@ -39,8 +39,8 @@ class Targets(NamedTuple):
     and next_slots are token ids, labels and image-feature indices of the tokens 1 to k positions
     later in the same document. k: number of prediction layers.
 
-    After the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
-    the index -1.
+    After the end of the document, its padding included, the id is 0, the label IGNORE_INDEX and the
+    index -1. A text token has the index -1.
     """
 
     labels: torch.Tensor

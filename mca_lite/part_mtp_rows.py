@@ -49,8 +49,8 @@ BESIDE_DECODER = Prediction(
 
 def prediction_of(model_type: str | None) -> Prediction:
     """The Hugging Face names of multi-token prediction layers in a model type: BESIDE_DECODER
-    ("mtp.layers.0.") for families whose mtp. tensors transformers ignores, otherwise AFTER_DECODER
-    ("model.layers.61.")."""
+    ("mtp.layers.0.") for families in whose row `prediction` and `unused` are set, otherwise
+    AFTER_DECODER ("model.layers.61.")."""
     family = FAMILIES.get(str(model_type))
     if family is not None and family.prediction and family.unused:
         return BESIDE_DECODER

@@ -10,7 +10,7 @@ from .tables import numbers_of_adam
 
 
 def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Approximate the nearest orthogonal matrix (singular values near 1) to each of the bf16
+    """Approximate the nearest semi-orthogonal matrix (singular values near 1) to each of the bf16
     matrices [n, rows, columns]. Newton-Schulz iterations with the coefficients of torch.optim.Muon;
     steps: their number."""
     if x.shape[1] > x.shape[2]:
@@ -29,16 +29,15 @@ class Muon(AdamW):
         m = mu m + (1 - mu) g,   u = (1 - mu) g + mu m (muon_nesterov) or m
         w = (1 - lr decay) w - lr ratio orthogonalised(u)
 
-    Each Hugging Face matrix is updated separately: q, k, v, gate, up and every expert, as
-    torch.optim.Muon would if each had a module of its own.
+    Each Hugging Face matrix is updated separately, such as q, k, v and each expert's gate and up,
+    as torch.optim.Muon would if each had a module of its own.
     ratio: with muon_adjust_lr original, sqrt(max(1, rows / columns)); with match_rms_adamw, 0.2
     sqrt(max(rows, columns)), so that updates are as large as AdamW's and can share its learning
     rate.
     mu: muon_momentum. groups: parameter groups. args: TrainingArguments.
 
-    AdamW updates embedding and output layer, whose rows each belong to one token, and norms, biases
-    and one-row matrices. Routers are updated by Muon, as in megatron-core (emerging_optimizers.py
-    of 0.19).
+    AdamW updates embedding and output layer, whose rows each belong to one token, and what is not
+    the matrix of a linear, such as norms, biases and gates of one row. Routers are updated by Muon.
     """
 
     def __init__(self, groups: list[dict[str, Any]], args: TrainingArguments):
@@ -46,8 +45,8 @@ class Muon(AdamW):
         self.args = args
 
     def dtypes_of(self, p: torch.nn.Parameter) -> dict[str, torch.dtype]:
-        """{state name: dtype} of the states that have the parameter's shape: momentum_buffer for
-        Muon's parameters, AdamW's moments for others."""
+        """{state name: dtype} of a parameter's moments: momentum_buffer for Muon's parameters,
+        those of AdamW for others."""
         if hasattr(p, "matrices"):
             return {"momentum_buffer": torch.float32}
         return self.dtypes
@@ -56,7 +55,8 @@ class Muon(AdamW):
         self, group: dict[str, Any], p: torch.nn.Parameter, grad: torch.Tensor, factor: Any
     ) -> None:
         """Update parameter p in place: by Muon if it has the attribute `matrices`, otherwise by
-        AdamW. factor: AdamW multiplies the gradient by it; Muon ignores it."""
+        AdamW. factor: AdamW multiplies the gradient by it; Muon ignores it. Muon's update is
+        collective over p.matrices.group."""
         if not hasattr(p, "matrices"):
             return super()._update(group, p, grad, factor)
         state = self.state_of(p)

@@ -11,9 +11,8 @@ class OffloadedOptimizer:
     """An optimizer that keeps and updates the states of some parameters in host memory (on_host):
     the first parameters, up to the one that reaches `fraction` of all elements.
 
-    Weights stay on their device; an update copies them and their gradients to the host and the
-    weights back. megatron's offloading is not used: it crashes in bf16 without its distributed
-    optimizer and in float32 with it, and its copies of the weights miss a loaded checkpoint."""
+    Weights stay on their device; an update copies the weights and gradients of these parameters to
+    the host, and the weights back."""
 
     def __init__(
         self,
@@ -50,8 +49,8 @@ class OffloadedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """{parameter: its states}; for parameters on the host these are CPU tensors, after
-        settle()."""
+        """{parameter: its states}; for offloaded parameters these are CPU tensors, but states that
+        a checkpoint loaded onto the device only after settle()."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -91,8 +90,8 @@ class OffloadedOptimizer:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start an asynchronous copy of a tensor to host memory, pinned if it comes from a GPU -> the
-    copy."""
+    """Start to copy a tensor to host memory -> the copy. From a GPU the copy is asynchronous, into
+    pinned memory."""
     pinned = tensor.is_cuda
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=True)

@@ -1,5 +1,5 @@
-"""Tensor-parallel communication beside matmuls (tp_comm_overlap): the matmul for this rank's tokens
-runs while other ranks' tokens arrive. GPUs of one host copy them from each other's memory (torch's
+"""Tensor-parallel communication beside matmuls (tp_comm_overlap): matmuls run while other ranks'
+tokens or partial sums arrive. GPUs of one host copy these from each other's memory (torch's
 symmetric memory) on a separate stream.
 """
 
@@ -74,7 +74,8 @@ class Peers:
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Start to gather x [s / tp, ...] -> (result [s, ...], [(rank, event to wait for before
-        reading that rank's tokens)]). This rank's tokens need no event. Collective."""
+        reading that rank's tokens)]). This rank's tokens need no event. x: contiguous.
+        Collective."""
         whole = x.new_empty(self.size * len(x), *x.shape[1:])
         parts = whole.view(self.size, -1)
         mine, theirs = self.slot(1, x.numel(), x.dtype)

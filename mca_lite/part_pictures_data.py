@@ -3,7 +3,7 @@
 Tokenising reads only an image's header, for its size; pixels are computed when a sample is read. An
 image's grid is its number of patches along time (1), height and width. The image takes prod(grid) /
 merge_size ** 2 placeholder tokens (image_token_id), one per feature of the vision tower. Pillow is
-an optional dependency, imported only for images.
+an optional dependency, imported only to read images.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Picture:
 
 class Placed(NamedTuple):
     """An image, or another input, of a document, with facts read when the document was tokenised.
-    picture: a Picture, Video or Audio. grid: number of patches along time, height and width.
-    num_bytes, modified: those of `picture`. where: "file:line" of its record."""
+    picture: a Picture, Video or Audio. grid: number of patches along time, height and width; an
+    audio has one line of features. num_bytes, modified: those of `picture`. where: "file:line" of
+    its record."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -100,7 +101,7 @@ class Placed(NamedTuple):
 
 def read_picture(value: Any, folder: Path, where: str, home: str | Path | None = None) -> Picture:
     """The Picture for a value in a record: a path (relative to `folder`), bytes, a data: URL, or a
-    dict with one of them or with base64 text.
+    dict with one of them (keys path, url and bytes) or with base64 text (key base64).
 
     home: only files in this folder are allowed, as files.lies_in decides; None: any file. Raises
     ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
@@ -200,7 +201,9 @@ class _Unusable(Exception):
 
 def upright_size(image: Any) -> tuple[int, int]:
     """(height, width) of an image as displayed, from its header. Raises _Unusable for an image that
-    is too large, is animated, or that Pillow opens in a mode of more than 8 bits per channel."""
+    is too large, has several frames, or that Pillow opens in a mode of more than 8 bits per
+    channel.
+    """
     from PIL import Image
 
     width, height = image.size
@@ -228,7 +231,7 @@ def as_rgb(image: Any, *resize: Any) -> Any:
     in place. resize: arguments for Pillow's resize, the new size first.
 
     White is what people see, and what vLLM and qwen_vl_utils use. transformers' processors drop
-    transparency and show the colour under it, mostly black."""
+    transparency and show the colour under it."""
     from PIL import Image, ImageOps
 
     # an image takes up to 360 MB: avoid copies where nothing changes
@@ -258,7 +261,7 @@ def thumbnail(image: Any) -> str:
 @dataclass(kw_only=True)
 class Vision(Media):
     """Reads the images of records, their sizes and pixels, and places them among the tokens, for
-    one model. Picklable. Methods are described in Media.
+    one model. Picklable. Media describes the methods that it has too.
 
     folder: the model's, with its image processor's settings.
     block: the text that stands for an image in a conversation; contains its placeholder once.
@@ -381,7 +384,7 @@ class Vision(Media):
     ) -> tuple[int, int, int]:
         """The grid (1, rows, columns) of patches of an image of height x width pixels, after the
         processor's resizing. least, most: limits on the pixels; None: the processor's. ValueError
-        if the image is too narrow."""
+        if one side is too long for the other."""
         processor = self.processor
         resize = sys.modules[type(processor).__module__].smart_resize  # the processor's version
         frames = _frames_of(processor)
@@ -410,7 +413,8 @@ class Vision(Media):
 
     def pixels(self, placed: Placed) -> torch.Tensor:
         """An image's pixel values as the vision tower takes them, float32 [patches, values per
-        patch]. ValueError if the file is broken, or has changed since it was tokenised."""
+        patch]. ValueError if the file is broken, or no longer the one that was tokenised, by its
+        size, time and grid."""
         picture = placed.picture
         processor = self.processor
         with opened(picture, placed.where) as image:
@@ -638,8 +642,8 @@ class Vision(Media):
         return np.array(grids, dtype=np.int64).reshape(-1, 3)
 
     def count(self, pictures: Sequence[Placed]) -> np.ndarray:
-        """int64 [images]: the number of placeholder tokens that each image takes, one per feature
-        of the vision tower."""
+        """int64 [inputs]: the number of placeholder tokens that each input takes, one per feature
+        of its tower."""
         grids = np.array([placed.grid for placed in pictures], dtype=np.int64).reshape(-1, 3)
         return grids.prod(axis=1) // self.merge_size**2
 
@@ -647,8 +651,7 @@ class Vision(Media):
         """The document with each placeholder token repeated, once per feature that it stands for,
         and without loss. document: int32 [n], token ids; ~id for a token without loss.
 
-        ValueError unless the document has one placeholder for each image or video, or for each two
-        frames of a video if the model's text has a place for each two (see runs)."""
+        ValueError unless the document has one placeholder for each of the inputs' runs."""
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)
         counts = self._runs(inputs).prod(axis=1) // self.merge_size**2
@@ -664,11 +667,10 @@ class Vision(Media):
     def prompt(
         self, ids: list[int], inputs: Sequence[Any], where: str
     ) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """Prompt tokens with one placeholder per image -> (tokens with all placeholders,
-        {pixel_values, image_grid_thw, ...}).
+        """Prompt tokens with one placeholder for each run (see runs) -> (tokens with all
+        placeholders, {pixel_values, image_grid_thw, ...}).
 
-        ValueError if the number of placeholders is not the number of images, or an image is
-        unusable."""
+        ValueError for another number of placeholders, or an unusable input."""
         placed = [self.place(picture, where) for picture in inputs]
         document = self.expand(np.array(ids, dtype=np.int32), placed)
         tokens = np.maximum(document, ~document).astype(np.int64)
@@ -678,8 +680,8 @@ class Vision(Media):
     def fit(
         self, document: np.ndarray, inputs: Sequence[Placed], start: int, stop: int
     ) -> tuple[slice, list[Placed]]:
-        """Cut a document to tokens start:stop without cutting an image in two -> (the slice,
-        shortened where necessary; the images inside it)."""
+        """Cut a document to tokens start:stop without cutting an input in two -> (the slice,
+        shortened where necessary; the inputs inside it)."""
         tokens = np.maximum(document, ~document)
         places = np.flatnonzero(np.isin(tokens, self.token_ids))
         ends = self.count(inputs).cumsum()
@@ -793,9 +795,7 @@ def rope_positions(
     axis; along time in distances of the run's `steps` (None: 1), rounded down. The text after an
     image starts after its longer side. grids: [runs, 3], patches of each run along time, height and
     width; merge_size x merge_size patches form one feature. token_ids: the placeholders. ValueError
-    if their number is not the number of features. Source: Qwen2-VL, and transformers from 5.3 on
-    (earlier versions, and vLLM, continue after the last time of a video that is longer than its
-    sides)."""
+    if their number is not the number of features. Source: transformers' Qwen2-VL."""
     import torch
 
     grids = merged_grids(grids.view(-1, 3), merge_size)

@@ -41,7 +41,7 @@ class PicturesArguments(ArgumentGroup):
     def check(self, judge: Judge) -> None:
         """Add Problems to `judge` if media_dir is no folder or the pixel limits contradict each
         other. If a run's model has no vision tower, also add Problems for freeze keys whose values
-        need one; other keys of images get a note."""
+        need one; other keys of this group that are set get a note."""
         judge.expect(
             os.path.isdir(self.media_dir or "."),
             "media_dir",
@@ -60,8 +60,8 @@ class PicturesArguments(ArgumentGroup):
 
     def _check_run(self, config: dict[str, Any], judge: Judge) -> None:
         """For a model without a vision tower, add Problems for freeze keys whose values need a
-        tower, and notes for other keys of images, which have no effect. config: the contents of its
-        config.json, {} if it was not read."""
+        tower, and notes for other keys of this group that are set, which have no effect. config:
+        the contents of its config.json, {} if it was not read."""
         if config and "vision_config" not in config:
             judge.apply(_WITHOUT_TOWER)
             unused = [key for key in self.changed if key not in _FROZEN]

@@ -1,9 +1,10 @@
 """Images in a language model: transformers' vision module (the tower), whose features replace
 embeddings.
 
-The tower is replicated on the tensor- and context-parallel ranks of the first pipeline stage. They
-all process the same images, and each uses the features for its tokens. Under sequence parallelism a
-rank's gradient of the tower covers its tokens only: a partial sum, marked so that megatron sums it.
+On megatron-core the tower is replicated on the tensor- and context-parallel ranks of the first
+pipeline stage. They all process the same images, and each uses the features for its tokens. Under
+sequence parallelism a rank's gradient of the tower covers its tokens only: a partial sum, marked so
+that megatron sums it.
 Letters: n features, h hidden size, s sequence, b batch.
 """
 
@@ -186,7 +187,7 @@ def varlen_attention(
 
 def _product_of_patches(convolution: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
     """Apply a convolution whose kernel covers exactly one patch, as a matmul: patches [n, ...] ->
-    [n, out]. cuDNN's convolution would round float32 to tf32, and is slow in bf16."""
+    [n, out]. By default cuDNN's convolution would round float32 to tf32."""
     return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
 
 
@@ -314,11 +315,11 @@ _REMEDY_AHEAD = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of 
 
 
 class Pictures(Inputs):
-    """Image inputs of a model, with a Tower on the first pipeline stage. Methods are described in
-    Inputs.
+    """Image inputs of a model; on megatron-core, with a Tower on the first pipeline stage. Inputs
+    describes the methods that have no docstring here.
 
     tower: the class of the tower. more_columns: batch columns that it takes beside pixels and
-    grids. grids: for each kind of input, the columns that a batch has if it has such an input.
+    grids. grids: for each kind of input, the columns of which a batch with such inputs has any.
     """
 
     tower: type[Tower] = Tower
@@ -411,9 +412,9 @@ class Pictures(Inputs):
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with "image_slot" (the index of each token's image feature) added, and videos
-        concatenated after images, because one tower takes both. Pixels are dropped on later
-        pipeline stages, and from batches of padding only. ValueError as check_slots, and for images
-        with multi-token prediction on several pipeline stages."""
+        concatenated after images, because one tower takes both. Pixels and other columns of inputs
+        are dropped on later pipeline stages, and from batches of padding only. ValueError as
+        check_slots, and for images with multi-token prediction on several pipeline stages."""
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
         expect(
@@ -479,8 +480,8 @@ class Pictures(Inputs):
 
     def work(self, model: Any) -> InputWork:
         """The vision tower's training FLOPs per image patch, as an InputWork: forward, and backward
-        if it is trained. A merger counts once per feature; layers that attend within windows count
-        as if all windows had their full size."""
+        if any of its weights is trained. A merger counts once per feature; layers that attend
+        within windows count as if all windows had their full size."""
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
         weights = 0.0

@@ -1,10 +1,10 @@
-"""Losses of policy training, for a Session and for stage policy. Also weights that correct for the
-sampler, and advantages within groups.
+"""Losses of policy training, for a Session and for the stages policy, grpo and ppo. Also weights
+that correct for the sampler, and advantages within groups.
 
-Letters, for a trained token: l its log-probability; o that under the policy that sampled it (l
-itself if a sample has no old_logp); r = exp(l - o); A its advantage; q its log-probability under
-the reference. n: trained tokens in its sample. clip(r): r limited to 1 - clip_low .. 1 + clip_high.
-sg: stop gradient.
+Letters, for a trained token: l its log-probability; o its old_logp, that under the policy that
+sampled it (sg(l) if a sample has none); r = exp(l - o); A its advantage; q its log-probability
+under the reference. n: trained tokens in its sample. clip(r): r limited to 1 - clip_low .. 1 +
+clip_high. sg: stop gradient.
 
     ppo          -min(r A, clip(r) A)                   Schulman et al., 2017; for A < 0 at most
                                                         -dual_clip A (Ye et al., 2020)
@@ -24,11 +24,11 @@ An update divides the sum of these terms by the number of trained tokens (ppo, d
 reinforce, opd), by the number of samples with such a token (grpo, gspo, sapo; TRL also counts
 samples without), by that number times `constant` (dr_grpo), or by 1 (importance_sampling).
 
-Each token's term gets a penalty kl_coef kl(l, q), and loses entropy_coef times the entropy. With d
-= q - l, kl is k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 (Schulman, 2020); kl_unbiased multiplies
-it by r. sampler_weight multiplies the term without penalty and entropy. off_policy_max drops the
-terms of tokens with A < 0 in samples where mean(o - l) is larger (DeepSeek-V3.2, 2025); these
-tokens still count.
+Before a division by n, each token's term gets a penalty kl_coef kl(l, q), and loses entropy_coef
+times the entropy. With d = q - l, kl is k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 (Schulman,
+2020); kl_unbiased multiplies it by exp(l - o). sampler_weight multiplies the term without penalty
+and entropy. off_policy_max drops the terms of tokens with A < 0 in samples where mean(o - l) is
+larger (DeepSeek-V3.2, 2025); these tokens still count.
 """
 
 from collections.abc import Callable
@@ -47,11 +47,11 @@ from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 class PolicyTokens(NamedTuple):
     """Inputs of a policy loss's formula: this rank's tokens of a micro-batch, [b, s].
 
-    logps: l, the tokens' log-probabilities. log_ratio: l minus the log-probability under the policy
-    that sampled; for a loss with one ratio per sample, its mean over the sample. advantage: A, 0 if
-    samples have none. ref_logp: log-probability under the reference or teacher, or None.
-    mean_of_answer(values [b, s]): for each token, the mean over the trained tokens of its sample,
-    without a gradient; collective over context-parallel ranks.
+    logps: l, the tokens' log-probabilities. log_ratio: l - o; for a loss with one ratio per sample,
+    its mean over the sample. advantage: A, 0 if samples have none. ref_logp: log-probability under
+    the reference or teacher, or None.
+    mean_of_answer(values [b, s]): for each trained token, the mean over the trained tokens of its
+    sample, without a gradient; collective over context-parallel ranks.
     """
 
     log_ratio: torch.Tensor
@@ -71,7 +71,7 @@ class PolicyLoss(NamedTuple):
     is_mean: True if each sample counts with the mean of its terms, not their sum.
     is_of_sequence: True if all tokens of a sample have one ratio, as in GSPO.
     times: name of a Policy field that multiplies the count; "": none.
-    required: sample columns that the formula reads.
+    required: sample columns that the formula cannot do without.
     """
 
     formula: Callable[[PolicyTokens, Any], torch.Tensor] | str
@@ -186,9 +186,9 @@ class Policy:
     otherwise.
     constant: tokens per answer in dr_grpo's divisor.
     kl_coef: weight of the KL penalty. kl: its estimator, k1, k2 or k3. kl_unbiased: multiply it by
-    r. entropy_coef: weight of the entropy bonus. temperature: divides the logits. teacher_coef:
-    weight of the teacher's log-ratio in opd. off_policy_max: drop terms with A < 0 in samples whose
-    mean of old - new log-probability is larger.
+    the token's r. entropy_coef: weight of the entropy bonus. temperature: divides the logits.
+    teacher_coef: weight of the teacher's log-ratio in opd. off_policy_max: drop terms with A < 0 in
+    samples whose mean of old - new log-probability is larger.
 
     Metrics are means over trained tokens: ratio; clipped, the share whose gradient PPO's clipping
     would remove; kl, if samples have ref_logp; entropy, with entropy_coef or with_entropy. reward,
@@ -242,9 +242,10 @@ class Policy:
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss terms [b, s], {metric: values [b, s]}) for a micro-batch's tokens: the formula's
-        terms, weighted by sampler_weight, with the KL penalty and the entropy bonus. ValueError if
-        the formula gives another shape. Collective over context-parallel ranks if a mean over
-        samples is needed.
+        terms, weighted by sampler_weight, with the KL penalty and the entropy bonus, and divided by
+        the sample's number of trained tokens if the loss takes means. ValueError if the formula
+        gives another shape. Collective over context-parallel ranks if a mean over samples is
+        needed.
         """
         logps = tokens.logps
         columns = tokens.columns

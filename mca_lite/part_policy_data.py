@@ -7,7 +7,7 @@
 A list has one value per token, or one per token of the answer, which comes last. mask: 1 for tokens
 to train. ALIASES has other names; prompt_ids and response_ids may replace ids. data_encode.shifted
 shifts per-token values together with the ids. routes have a row for each token, or for each but the
-last, as vLLM gives them; they get one more in front, so that the shift leaves them at their tokens.
+last, as vLLM gives them; a row is put in front, so that the shift leaves them at their tokens.
 """
 
 import base64

@@ -130,7 +130,7 @@ def _check_policy_keys(a: Any, judge: Judge) -> None:
 
 def _check_policy_run(a: Any, judge: Judge) -> None:
     """Check the configuration of a policy run across all groups of keys; Problems go to `judge`. a:
-    these keys."""
+    the keys of all groups."""
     judge.apply(_RUN)
 
 

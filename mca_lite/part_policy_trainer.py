@@ -127,9 +127,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: dict[str, Any], losses: Any
     ) -> tuple[Any, ...]:
-        """Turn token losses [b, s] into (sum of the loss's terms divided by its `times`, count
-        int32, {metric: (sum, count)}). count: trained tokens, or samples with one, as the loss
-        counts; 0 for a loss that counts "one"."""
+        """Turn token losses [b, s], with entropy [b, s, 2], into (sum of the loss's terms divided
+        by its `times`, count int32, {metric: (sum, count)}). count: trained tokens, or samples with
+        one, as the loss counts; 0 for a loss that counts "one"."""
         total, count, metrics = super()._post_compute_loss(labels, batch, losses)
         del metrics["logps"]
         return total / self.loss.times, count, metrics
@@ -138,8 +138,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     def _prepare_samples(self, samples: Any) -> Any:
         """The samples with the columns that the loss needs and they lack: advantages from the
-        rewards of a group, and log-probabilities under the model before training. A stream is
-        returned unchanged. ValueError if a column cannot be computed. Collective.
+        rewards of a group, and log-probabilities under the model before training. A stream, and
+        samples prepared before, are returned unchanged. ValueError if a column cannot be computed.
+        All ranks must call it.
         """
         if isinstance(samples, (Stream, Computed)):
             return samples
@@ -167,7 +168,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     def _advantages(self, samples: Any) -> np.ndarray:
         """Advantages from rewards, float64 [samples]; a group is the samples with the same "group"
-        within one file or data set. ValueError if a reward or group is missing.
+        in one data set (one token-cache shard). ValueError if a reward or group is missing.
         """
         shards = getattr(samples, "shards", None)
         if shards is None:
@@ -194,7 +195,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _rows(self, samples: Any) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities of all trained tokens before training, stored or computed now: (int64
         [samples + 1], where each sample's tokens begin and end; float32 [trained tokens, 2], under
-        the trained model and under the reference). ValueError if training has begun. Collective.
+        the model and under the reference). ValueError if training has begun. Collective.
         """
         expect(
             not self.was_trained,

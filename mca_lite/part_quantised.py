@@ -2,11 +2,11 @@
 
     value = table[code] * scale, or in 8 bits code * scale: computed in float32, then rounded once
 
-nf4 is bitsandbytes' format, bit for bit: blocks of 64; the scale is the largest magnitude (Dettmers
+nf4 is bitsandbytes' format: blocks of 64; the scale is the largest magnitude (Dettmers
 et al., arXiv 2305.14314). int8 also has blocks of 64; the scale is the largest magnitude / 127.
 mxfp4 has blocks of 32, and powers of two as scales (OCP Microscaling, 1.0).
 
-Norms' outputs, experts' copies of tokens and their activations have an attribute `again`, a
+Norms' outputs, experts' copies of tokens and their activations may have an attribute `again`, a
 function without arguments that computes them once more: beside quantised weights, and on experts,
 adapted products call it in backward and do not keep their inputs.
 
@@ -181,7 +181,7 @@ class Quantised(torch.Tensor):
 
     detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises
     plain values; other in-place operators raise NotImplementedError. Other operators get the
-    dequantised weight, whole().
+    dequantised weight, whole(), except that a copy to the meta device has no values.
     """
 
     @staticmethod

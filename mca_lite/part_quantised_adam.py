@@ -213,10 +213,10 @@ class BlockAdamW(AdamW):
         return super().state_of(p)
 
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter: one kernel on a GPU if both moments are in 8 bits; if
-        only one is, or on a CPU, in pieces of CHUNK elements, so that only one piece's 8-bit
-        moments are in float32 at a time; without moments in 8 bits as in AdamW. factor: on the
-        gradient."""
+        """AdamW's update of one parameter: one Triton kernel on a GPU if both moments are in 8
+        bits; if only one is, or without Triton, in pieces of CHUNK elements, so that only one
+        piece's 8-bit moments are in float32 at a time; without moments in 8 bits as in AdamW.
+        factor: on the gradient."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:

@@ -1,8 +1,8 @@
 """The collectives of each rank, and the ranks whose calls differ, from torch's flight recorder.
 
 torch keeps the last nccl and gloo calls in a ring buffer. Each rank writes the buffer to a file for
-torch's analyser (torchfrtrace), and stores a few kilobytes about unfinished calls, so that no rank
-must read a thousand files. gloo does not record point-to-point communication.
+torch's analyser (torchfrtrace), and stores a few kilobytes about unfinished and recent calls, so
+that no rank must read a thousand files. gloo does not record point-to-point communication.
 """
 
 import os
@@ -97,8 +97,8 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
     that differ or wait).
 
     If recent collectives of the same number differ between ranks of a group, the ranks in the
-    minority are late. Otherwise, a rank is late if others wait for it, and it has no unfinished
-    call, or a call that its GPU has not begun although other GPUs have begun theirs. If every
+    minority are late. Otherwise, a rank is late if others wait for it, and it waits for none; a
+    call that its GPU has not begun is no wait if other GPUs have begun theirs. If every
     awaited rank waits too, the late ranks are those waiting in a call made by the user's code,
     outside torch, megatron-core and this package; likewise on gloo, which may hide a point-to-point
     wait, if these are at most half of the ranks. No rank is late if that would be every rank.
@@ -134,8 +134,8 @@ def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[
 
 
 def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """Find unfinished calls that some ranks of their group have not begun -> (late ranks, a report
-    line per such call). summaries: {rank: its calls_of()}.
+    """Find unfinished calls in which some ranks of their group take no part -> (late ranks, a
+    report line per such call). summaries: {rank: its calls_of()}.
 
     A rank is late if others wait for it and it waits for no rank. If there is no such rank, or gloo
     hides it, late ranks are those that differing_calls() describes."""

@@ -6,7 +6,8 @@ a reference.
 Sources: Bradley and Terry 1952; second term, with c = center_rewards_coefficient, Eisenstein and
 others 2023. The score s is the value head's output at the answer's last token other than the pad
 token, as in transformers' sequence classification models. The loss is the mean over the pairs of
-the global batch. Letters: P pairs in a micro-batch, b rows, s positions.
+the global batch, each times its pair_weight, if pairs have one. Letters: P pairs in a micro-batch,
+b rows, s positions.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""The key rope_scaling: another rotary scaling than config.json's, for rows longer than the model's
-positions.
+"""The key rope_scaling: another rotary scaling than config.json's, mostly for rows longer than the
+model's positions.
 """
 
 import math
@@ -35,9 +35,9 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
 
     given: a mapping like transformers' rope_parameters; or the name of a type, whose factor is then
     length / the model's positions, rounded up, and at least 1. If the type stays the same, fields
-    that `given` lacks keep the model's values; if it changes, only the fields in _KEPT do, and
-    _DEFAULTS fill in. ValueError for a wrong scaling, and for models whose config.json must contain
-    it.
+    that `given` lacks keep the model's values; if it changes, only the fields in _KEPT do.
+    _DEFAULTS fill in what is still missing. ValueError for a wrong scaling, and for models whose
+    config.json must contain it.
     """
     text = text_values(config)
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}

@@ -87,7 +87,7 @@ class Routes:
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Called by a router with its own choice `experts` [tokens, k]. Returns the experts to use:
-        when replaying, those in the column "routes", or `experts` for a token without routes; when
+        when replaying, those in the column "routes", or `experts` for tokens without routes; when
         recording, `experts`, after storing them in the table."""
         if _address(mask) not in self._rows:  # a micro-batch without the column
             return experts

@@ -1,10 +1,9 @@
 """Scores of a data set by another model, a reference or a teacher: computed in a pass before
-training, and stored.
+training, and stored in a folder or kept in memory.
 
 A row contains what that model says about a sample, or about a trained token. Rows have a fixed size
 and a field `logps` with log-probabilities. They are in sample order, so the layout that wrote them
-does not matter. The pass writes them in parts, and resumes after the last complete part. Letters: N
-rows, n rows in a part.
+does not matter. The pass writes them in parts, and resumes after the last complete part.
 """
 
 import contextlib
@@ -110,8 +109,8 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def identity_of_model(folder: str | os.PathLike[str] | None, cache_dir: Path) -> dict[str, str]:
-    """{file: its sha256} for the config and weights in a model's folder; {} without a folder.
-    cache_dir: folder that keeps the hashes of large files.
+    """{file: its sha256} for the config and weights in a model's folder; {} if there is no such
+    folder. cache_dir: folder that keeps the hashes of large files.
     """
     if not folder:
         return {}
@@ -186,9 +185,9 @@ class RowStore:
         return self.num_rows == self.identity["rows"]
 
     def load(self, report: Callable[[str], Any] = print) -> "RowStore":
-        """Find the parts in the folder, up to the first damaged one, and take the identity from
-        disk. Returns the store. A folder without a readable meta.json in the present format counts
-        as empty.
+        """Find the parts in the folder, as far as intact ones follow one another, and take the
+        identity from disk. Returns the store. A folder without a readable meta.json in the present
+        format counts as empty.
 
         report: called with a line about damage. ValueError if the rows belong to another model,
         other data or other keys.
@@ -297,11 +296,12 @@ class ObjectiveConfig:
 
 class ScoredTrainer(McaTrainer):
     """Base class of trainers that learn from another model's scores of their samples, such as a
-    reference model's (DPO) or a teacher's (distillation). The scores are rows in a RowStore.
-    Subclasses set the attributes: config_class (made if train_config is None), scorer (the
-    other model's name in reports), scorer_key (the configuration key that sets this model), kind
-    (the rows' name on disk and in checkpoints), row_unit (what a row describes: "pair", "token"),
-    part_rows (about how many rows are written at once) and row_type (a row's dtype).
+    reference model's (DPO) or a teacher's (distillation). Scores that are computed before training
+    are rows in a RowStore. Subclasses set the attributes: config_class (made if train_config is
+    None), scorer (the other model's name in reports), scorer_key (the configuration key that sets
+    this model), kind (the rows' name on disk and in checkpoints), row_unit (what a row describes:
+    "pair", "token"), part_rows (about how many rows are written at once) and row_type (a row's
+    dtype).
 
     train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
     ConfigError for keys that do not fit together.

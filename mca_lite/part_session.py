@@ -7,10 +7,10 @@ position t, or -100 for no loss. Optional columns, each one number or [n], ignor
 overrides the loss's parameter; reward, which is only a metric. Letters: N samples in a call, n
 tokens in a sample, [b, s] a micro-batch on this rank.
 
-Calls add up the gradients of sums; optim_step divides once, by a count over the whole update. So
-any number of calls before an update gives the gradient of one call with all samples. Every rank
-calls each method with the same samples and gets the same results; only with own=True do
-data-parallel replicas pass different samples.
+Calls add up the gradients of sums; optim_step divides once, by a count over the whole update. So a
+loss has the same gradient however its samples are split into calls. Every rank calls each method
+with the same samples and gets the same results; only with own=True do data-parallel replicas pass
+different samples.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ class Output(NamedTuple):
     """Results of a forward pass. logps: for each sample given to this rank, in order, float32 [n]
     on the CPU: the log-probability of each label, 0 where there is no label. sums: {metric: (sum,
     count)} over all ranks. metrics: {metric: sum / count}; with a count of 0 the loss is 0, and
-    others are left out. From forward_backward_custom sums is {}, and metrics are the function's."""
+    others are left out. From forward_backward_custom sums is {}, and metrics are "loss" and the
+    function's."""
 
     logps: list[torch.Tensor]
     metrics: dict[str, float]
@@ -218,9 +219,10 @@ class SampleLoss:
         return ["loss", *self.loss.metrics]
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a collated batch for the model. Adds "ends" [samples + 1], at which number each
-        sample's tokens begin and end, "answers", the number of samples with a label, and unless
-        self.ends is given "token_number" [rows, s], which numbers trained tokens (-1: no label)."""
+        """Arrange a collated batch for the model. Adds "ends": self.ends, or for each document of
+        the batch at which number its tokens begin and end; "answers", the number of samples with a
+        label; and unless self.ends is given "token_number" [rows, s], which numbers trained tokens
+        (-1: no label)."""
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(
@@ -759,10 +761,10 @@ class Session:
         """Divide the gradients added since the last update, clip them, and update the weights.
         Returns a Step. Collective.
 
-        Arguments that are None come from args. max_grad_norm 0 or inf: no clipping. denominator:
-        the divisor; None: the count that the losses define, over all samples and ranks. ValueError
-        without added gradients; if their losses divide by different counts, and denominator is
-        None; if ranks have different arguments; and for numbers out of range.
+        Arguments that are None, except denominator, come from args. max_grad_norm 0 or inf: no
+        clipping. denominator: the divisor; None: the count that the losses define, over all samples
+        and ranks. ValueError without added gradients; if their losses divide by different counts,
+        and denominator is None; if ranks have different arguments; and for numbers out of range.
         """
         counts = self._counts
         expect(counts, "optim_step without gradients: call forward_backward first")
@@ -807,8 +809,8 @@ class Session:
         return Step(grad_norm, not updated, float(divisor))
 
     def _set_groups(self, **numbers: Any) -> None:
-        """Set `numbers`, such as lr=1e-5, in the optimizer's parameter groups that have these keys.
-        weight_decay is multiplied by the group's wd_mult."""
+        """Set `numbers`, such as lr=1e-5, in the optimizer's parameter groups that have these keys;
+        weight_decay in every group, multiplied by the group's wd_mult."""
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)

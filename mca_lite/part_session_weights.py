@@ -25,7 +25,8 @@ class Weights:
     All ranks must iterate together, and may do so again. Global rank 0 gets (name, tensor on its
     device); other ranks get nothing. Names are those in Hugging Face files, such as
     "model.layers.3.mlp.down_proj.weight"; a tied head is left out. Experts are stacked where the
-    model's files stack them; the torch backend always yields single experts.
+    model's files stack them. The torch backend keeps the prefixes of transformers' modules, and
+    yields single experts in the families of FAMILIES.
     adapters: "merged" into the weights, "without" them, or "only" them. For "only", names are
     PEFT's without the prefix "base_model.model.". vLLM 0.33's WeightSource differs (metadata is a
     property, iter_full() iterates): see the short adapter in configs/EXPORTS.md.

@@ -36,9 +36,10 @@ class FlashWithSinks(torch.autograd.Function):
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """Causal attention over packed documents: q [T, n, d], k and v [T, g, d], sinks [n], cu_q
-        and cu_k int32 [documents + 1] -> [T, n, d]. max_q, max_k: length of the longest document.
-        scale: factor on the scores; None: 1 / sqrt(d). window: number of tokens that a query sees,
+        """Causal attention over segments, such as documents: q [T, n, d], k and v [keys, g, d],
+        sinks [n] -> [T, n, d]. cu_q, cu_k: int32 [segments + 1], borders of queries and of keys; a
+        segment's last query sees its last key. max_q, max_k: most queries and keys in a segment.
+        scale: factor on the scores; None: 1 / sqrt(d). window: most tokens that a query sees,
         itself included; None: no limit."""
         ctx.of_rows = cu_q, cu_k, max_q, max_k, 0.0, window is None
         ctx.keys = dict(scale=scale, window_size_left=(window or 0) - 1, window_size_right=0)

@@ -72,8 +72,8 @@ def come_back(backend: Any, kinds: Collection[str]) -> None:
 
 
 def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
-    """{kind: storages on this rank's device} for "model", "grad" and "optimizer". A storage shared
-    by several tensors is in one list, once."""
+    """{kind: allocated storages on this rank's device} for "model", "grad" and "optimizer". A
+    storage shared by several tensors is in one list, once."""
     model = backend.model
     gradients = [getattr(parameter, "main_grad", None) for parameter in model.parameters()]
     tensors = {
@@ -86,8 +86,8 @@ def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
 
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's parameters, which are its master weights, and of its
-    states."""
+    """Yield the parameters that an optimizer updates, such as master weights, and the tensors in
+    its states."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", part)
         if inner is None:  # this rank trains nothing

@@ -1,5 +1,5 @@
-"""Files that store a layer's experts in one tensor: read and written here as if experts were stored
-singly.
+"""Files that stack the experts of a layer in one tensor per kind of weight: read and written here
+as if experts were stored singly.
 
 in_turns (gpt_oss), with biases:
 
@@ -18,7 +18,7 @@ columns (qwen3_vl_moe on the hub): rows, transposed for x W
 
 In MXFP4 a matrix consists of gate_up_proj_blocks [E, 2 f, h / 32, 16], two 4-bit values per byte,
 and gate_up_proj_scales [E, 2 f, h / 32], an exponent per 32 values; rows are outputs. They are read
-as bf16, which represents each of them exactly, like transformers' integrations/mxfp4.py.
+as bf16, like transformers' integrations/mxfp4.py.
 
 Letters: E experts, h hidden size, f columns per expert.
 """
@@ -42,10 +42,11 @@ _IN_BLOCK = 32
 
 
 def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """The single experts' tensors in a stacked tensor of gpt_oss, where gate and up alternate:
-    [("...experts.0.gate_proj.weight", index), ...]. The index into the stacked tensor gives a
-    matrix as [in, out], or a bias; it does not fit MXFP4 blocks. [] if `name` is no stacked tensor.
-    experts: number of experts."""
+    """The single experts' tensors in the stacked tensor `name`: [("...experts.0.gate_proj.weight",
+    index), ...]; [] if it is no stacked tensor. experts: number of experts.
+
+    The index is right for unquantised tensors of gpt_oss, where gate and up alternate: it gives a
+    matrix as [in, out], or a bias."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return []
@@ -115,8 +116,8 @@ class _Biases:
 
 @dataclass(frozen=True)
 class _Mxfp4Matrices:
-    """The MXFP4 matrices of all experts of a layer in a file. slices: their 4-bit values, two in a
-    byte, uint8 [E, out, in / 32, 16], read on demand. scales: an exponent per 32 values.
+    """Experts' MXFP4 matrices in a file, stacked as [E, out, in]. slices: their 4-bit values, two
+    in a byte, uint8 [E, out, in / 32, 16], read on demand. scales: an exponent per 32 values.
     """
 
     slices: Any
@@ -241,10 +242,9 @@ def stacked(
     tensors: Iterable[tuple[str, torch.Tensor]], form: str, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor), with single experts' tensors that follow each other joined into stacked
-    ones, as files of this format have them.
+    ones, as unquantised files of this format have them.
 
-    form: from format_of. names: the stacked tensors to make; None: all. Needs host memory for two
-    stacked tensors.
+    form: from format_of. names: the stacked tensors to make; None: all.
     """
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
         if name is None or names is not None and name not in names:

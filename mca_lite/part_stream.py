@@ -1,6 +1,6 @@
 """A training set that is tokenised while it is read, without a cache: the key `streaming`.
 
-    records -> blocks of buffer_size, each shuffled -> samples -> rows -> micro-batches
+    records -> blocks, shuffled unless disable_shuffling is set -> samples -> rows -> micro-batches
 
 For given data and keys, the seed and a Position, which checkpoints contain, determine the rows that
 follow. Every rank reads and tokenises all records, and keeps the rows of its data-parallel rank. A
@@ -50,8 +50,8 @@ class Position:
     """A position in a TokenStream, from which reading resumes; checkpoints contain it.
 
     passes: completed passes over the mixed datasets.
-    turns, exhausted: state of Turns, which mixes the datasets.
-    places: where each dataset's current block of records begins; None: at its first record.
+    turns, exhausted: state of Turns, which mixes the datasets, at the start of the current block.
+    places: where each dataset is read on from that start; None: from its first record.
     chunk, sample, token: index of the chunk in the block, the sample in the chunk, the token in the
     sample.
     """
@@ -77,7 +77,7 @@ class TokenStream:
 
     readers: one per dataset. encoder: tokenises records. seed: of the shuffling and mixing.
     data_args: with the keys of DataArguments and StreamArguments. packs: True to put whole samples,
-    in order, into rows of at most cutoff_len tokens (a longer pair has its own row), without
+    in order, into rows of at most cutoff_len tokens (a longer sample has its own row), without
     attention across documents. Every rank must read the same files.
     """
 
@@ -138,7 +138,7 @@ class TokenStream:
     ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
         """Yield (documents of a row, position after it) endlessly, from `position` on (None: from
         the start). A document is {"input_ids", "labels"} with its columns, and "media" for
-        with_inputs(). ValueError if one pass over the data gives no sample."""
+        with_inputs() if it has any. ValueError if a pass after the first gives no sample."""
         position = position or Position()
         samples = self._samples(position)
         if self.encoder.joins:
@@ -188,9 +188,9 @@ class TokenStream:
     # -- records to samples to rows
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
-        """Yield endlessly (position, up to block_records records), a block to be shuffled as a
-        whole. The datasets are mixed by mix_strategy. The last block of a pass has the remaining
-        records."""
+        """Yield endlessly (position of a block, its records, up to block_records), to be shuffled
+        as a whole. The datasets are mixed by mix_strategy. The last block of a pass has the
+        remaining records."""
         while True:
             places = list(position.places or [BEGINNING] * len(self.readers))
             order = (self.args.mix_strategy, self.args.mix_weights, self.seed)
@@ -220,8 +220,8 @@ class TokenStream:
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
         """Yield (its position, documents) for each sample from `position` on, endlessly: blocks are
-        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError if a whole
-        pass gives no sample."""
+        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError if a pass
+        after the first gives no sample."""
         chunk = position.chunk
         done = position.sample
         passes = position.passes
@@ -246,7 +246,8 @@ class TokenStream:
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
         """The samples of a chunk of records. Prints each kind of record that is cut, left out or
-        noted when it first occurs, if this rank speaks. ValueError if too many records are bad."""
+        noted when it first occurs, if this rank speaks. ValueError for a bad record, or if bad
+        records are skipped, for too many."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         total.add(tally)

@@ -158,8 +158,8 @@ def linears(has_norm: bool) -> tuple[Any, Any]:
 def attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> torch.nn.Module:
-    """Build a layer's self-attention from Transformer Engine's modules. Its first linear also
-    applies the norm before attention."""
+    """Build a layer's self-attention from Transformer Engine's linears and attention. The first
+    linear also applies the norm before attention."""
     provider = TESpecProvider()
     of_query, of_key = head_norms(config, TENorm) or (IdentityOp, IdentityOp)
     parts = SelfAttentionSubmodules(

@@ -1,5 +1,5 @@
-"""Triton kernels for operations that the core implements in plain torch: norms, heads, SwiGLU,
-AdamW, token losses, and joining two partial attentions.
+"""Triton kernels for operations that run in plain torch without them: norms, heads, SwiGLU, AdamW,
+token losses, joining two partial attentions, weight gradients of experts.
 
 Letters: s positions, b rows, n query heads, g groups (key heads), d channels per head, f columns of
 a gate, V / tp logits per token on a rank.
@@ -31,8 +31,8 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @functools.cache
 def num_programs(device: torch.device) -> int:
-    """Number of Triton programs to launch for a kernel in which each program sums over a part of
-    the tokens. Cached per device."""
+    """Number of Triton programs that occupy a GPU, for kernels in which each program sums over a
+    part of the tokens. Cached per device."""
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -133,7 +133,8 @@ def _norm_backward_kernel(
 
 
 def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """(number of programs, tile sizes) for a kernel whose programs process whole rows of x."""
+    """(number of programs, tile sizes and warps) for a kernel whose programs process whole rows of
+    x."""
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     rows = max(4096 // block, 1)
@@ -375,8 +376,9 @@ def _heads_backward_kernel(
 
 class RotatedHeads(torch.autograd.Function):
     """Split a fused QKV projection [s, b, width] into heads (query [s, b, n, d], key and value [s,
-    b, g, d]), normalise queries and keys if their norms' weights are given, and rotate queries and
-    keys by RoPE: kernels.rotated_heads by Triton kernels, for an even number of channels per head.
+    b, g, d]), after adding the bias if there is one; normalise queries and keys if their norms'
+    weights are given, and rotate them by RoPE: kernels.rotated_heads by Triton kernels, for an even
+    number of channels per head.
     """
 
     @staticmethod
@@ -554,8 +556,8 @@ def _adam_kernel(
 def update_by_adam(
     tensors: tuple[Any, ...], seed: int, numbers: tuple[Any, ...], by_chance: bool
 ) -> None:
-    """Update one parameter and its two moments in place with one Triton kernel, as kernels.AdamW
-    does; do nothing if the factor is NaN.
+    """Update one parameter, its low bits and its two moments in place with one Triton kernel, as
+    kernels.AdamW does; do nothing if the factor is NaN.
 
     tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first moment,
     second moment, factor on the gradient). seed: for stochastic rounding. numbers: (lr * weight

@@ -85,12 +85,13 @@ class Video:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the video's files in bytes."""
+        """Size of the video's files, or of its encoded pictures, in bytes."""
         return sum(frame.num_bytes for frame in self.frames)
 
     @property
     def modified(self) -> int:
-        """Time of the last change to the video's files, in nanoseconds since 1970."""
+        """Time of the last change to the video's files, in nanoseconds since 1970; 0 without
+        files."""
         return max(frame.modified for frame in self.frames)
 
     @property
@@ -195,9 +196,10 @@ class VideoVision(Vision):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """Make the VideoVision of a model; if the model does not read videos, return what Vision.of
-        returns. folder: the model's folder. config: the contents of its config.json. keys: the
-        run's arguments, with video_fps and the other video keys."""
+        """Make the VideoVision of a model; if the model or its tokenizer has no form for videos
+        that this module knows, return what Vision.of returns. folder: the model's folder. config:
+        the contents of its config.json. keys: the run's arguments, with video_fps and the other
+        video keys."""
         vision = Vision.of(folder, config, tokenizer, keys)
         kind, video_id = config.get("model_type"), config.get("video_token_id")
         if not isinstance(vision, Vision) or kind not in _WRITES_TIMES or video_id is None:
@@ -417,7 +419,7 @@ class GlmVideoVision(VideoVision):
 
 
 class VideoStore(PictureFile):
-    """The images and videos of a token-cache shard: a PictureFile that records a video as its
+    """The images and videos of a token-cache shard: a PictureFile that records a video with its
     frames."""
 
     def write(self, picture: Any, data: Any) -> Any:

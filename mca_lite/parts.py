@@ -1,8 +1,8 @@
 """The parts of the package: capabilities whose files can be deleted while the rest still trains.
 
-A part adds keys, rules, table rows and trainers. No import statement of the core names a part:
+A part may add keys, rules, table rows and trainers. No import statement of the core names a part:
 load() imports the modules that register them, such as those ending in _keys. If a part's files are
-deleted, its keys and values are refused by name.
+deleted, its keys are refused by name, unless they have their defaults, and so are its values.
 """
 
 import functools

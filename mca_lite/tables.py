@@ -173,9 +173,9 @@ class KeyGroup(NamedTuple):
     """A registered group of configuration keys: its dataclass and the other arguments of
     register_keys.
 
-    rules: checks over the keys of all groups. needs: keys of the group that have no effect unless
-    another key is set. fixed: keys that must not change when a run is resumed. of_stages: True if a
-    key works only in the training stages that list it.
+    rules: checks over the keys of all groups. needs: keys that have no effect unless other keys
+    have certain values. fixed: keys that must not change when a run is resumed. of_stages: True if
+    a key works only in the training stages that list it.
     """
 
     group: type[ArgumentGroup]
@@ -205,7 +205,8 @@ def register_keys(
 
     part: name of the group in KEY_GROUPS.
     rules: Rules over the keys of all groups.
-    needs: args_rules_training.Need rows, for keys that have no effect unless another key is set.
+    needs: args_rules_training.Need rows, for keys that have no effect unless other keys have
+    certain values.
     fixed: keys that must not change when a run is resumed.
     of_stages: if True, a key works only in stages whose row in OBJECTIVES names it under `keys`;
     elsewhere a note says that it has no effect.
@@ -262,7 +263,8 @@ class Objective:
     """A training objective, which `stage: <name>` selects: one row of OBJECTIVES.
 
     records: kind of records, one of KINDS. It decides datasets, cache and packing.
-    encoder: data_encode.Encoder or a subclass, which tokenises; or "module:Class" in this package.
+    encoder: data_encode.Encoder or a subclass, which turns records into token ids; or
+    "module:Class" in this package.
     columns: names in COLUMNS of numbers that tokenised data keeps for each record.
     trainer: McaTrainer or a subclass, or "module:Class" in this package.
     scores: True if the model has a value head instead of logits.
@@ -407,7 +409,7 @@ def register_optimizer(
     **fields: Any,
 ) -> None:
     """Add an optimizer: `optim: <name>` then trains with the one that `make` builds, on both
-    backends. Under megatron-core it updates float32 master weights.
+    backends. It updates float32 weights, which are masters if the model's weights have 16 bits.
 
     aliases: other names for it.
     fields: fields of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
@@ -570,8 +572,8 @@ def is_of_inputs(name: str) -> bool:
 
 
 def other_columns(*read: str) -> tuple[str, ...]:
-    """Names of this package's loss columns, such as "reference" or "advantage", that a trainer
-    would ignore: all loss columns except the ones in `read`."""
+    """Names of columns that losses of this package read, such as "reference" or "advantage",
+    without those in `read`: a trainer whose loss reads only these would ignore the others."""
     of_losses = (
         ANSWER_LABEL,
         "reference",

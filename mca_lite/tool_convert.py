@@ -3,13 +3,13 @@
 python -m mca_lite convert SRC DST [options]
     SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads
                                            (model_name_or_path: DST)
-    SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
+    SRC a megatron checkpoint, any layout: DST becomes a Hugging Face folder
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter for
     it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
     Tokenizer files and generation_config.json are copied too; for a checkpoint without them, from
-    its run's folder, or else from the model that it was trained from. Code (*.py) and links out of
-    the folder are not copied
+    the model that it was trained from, but the tokenizer from its run's folder if that has one.
+    Code (*.py) and links out of the folder (except a hub snapshot's) are not copied
 """
 
 import os
@@ -127,8 +127,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     to `dst` -> a line to print.
 
     W + scale * B A is computed in float32 and stored in W's dtype, or in config.json's if the base
-    is quantised; host memory holds one file's tensors. Raises ValueError if dst is not empty, if
-    src is no Hugging Face model, or if the adapter is damaged or does not fit src.
+    is quantised. Raises ValueError if dst is not empty, if src is no Hugging Face model, or if the
+    adapter is damaged or does not fit src.
     """
     _refuse_full(dst)
     resolve_folder(src)
@@ -182,7 +182,7 @@ def _config_of(folder: Path, adapter: Path | str | None) -> Any:
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
     """Compare the models src and dst: run the same tokens through each model in float32 -> a line
-    with the largest difference between logits.
+    with the largest difference between logits (of reward models: scores).
 
     adapter: folder of an adapter that dst has merged into its weights; src runs with it unmerged.
     None: src runs alone. Raises ValueError if the difference is more than rounding explains.

@@ -258,7 +258,8 @@ def _line(text: str) -> str:
 
 def _result(rows: list[dict[str, Any]], name: str) -> str:
     """A report line with the share of prompts whose generated text, row[name], equals
-    row["expected"]. If no row has an expected text, the line says so."""
+    row["expected"] except for white space at the ends. If no row has an expected text, the line
+    says so."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
         return f"{len(rows)} texts, and no expected ones to compare them with"

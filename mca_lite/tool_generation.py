@@ -83,10 +83,10 @@ def load_for_generation(
     trusted: Collection[str | None] = (),
 ) -> tuple[Any, Any]:
     """Load a model for generate() -> (transformers model in evaluation mode, tokenizer), in the
-    dtype of its files.
+    dtype that its config.json names, or float32.
 
-    path: a folder with a model in Hugging Face's format, or with an adapter, which is merged into
-    its base in memory.
+    path: a folder or hub name of a model in Hugging Face's format, or of an adapter, which is
+    merged into its base in memory.
     before: if True, load the model as it was before training, with the tokenizer of `path` if it
     has one.
     base: where the model before training, or the adapter's base, is; None: as the run's config.yaml

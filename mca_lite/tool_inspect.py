@@ -11,7 +11,7 @@ python -m mca_lite inspect --check config.yaml [key=value ...] [--gpus N]
     the tensors of each rank and the batches of its first step. Nothing of the run is written. Not
     tried: memory (see `plan`), devices, messages between ranks
 
-Exit code: 0, or 2 for a run that would not begin: `error:` names the reason.
+Exit code: 0, or 2 for a run that would not begin, with the reason.
 """
 
 import collections

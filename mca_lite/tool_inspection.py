@@ -97,8 +97,8 @@ class Part:
 
 class DataInspector:
     """Collects facts about the datasets of a run.Plan, such as duplicates. shown: how many samples
-    to show per dataset; the first one with each problem is added. Sets the media's is_read to
-    False."""
+    to show per dataset; the first one with each problem is added, except of joined texts. Sets the
+    media's is_read to False."""
 
     def __init__(self, plan: Plan, shown: int) -> None:
         self.shown = shown

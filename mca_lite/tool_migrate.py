@@ -149,8 +149,8 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
     """(name of the trainer, {option: raw value, and "method"}, beginning of the launching command)
     for the first command of ms-swift, TRL or mcore_adapter in a shell script. Of an `if` that
-    compares two words the branch that bash takes is read, of other ones both. UserError if there is
-    no command, or a quotation is open."""
+    compares two words, without elif, the branch that bash takes is read; of most others all
+    branches. UserError if there is no command, or a quotation is open."""
     text = path.read_text().replace("\\\n", " ")
     variables: dict[str, str] = {}
     is_left_out: bool | None = None  # None: no comparison is open
@@ -200,7 +200,7 @@ def _whole_lines(path: Path, text: str) -> Iterator[str]:
 
 
 def _quotient(number: str, divisors: str) -> int:
-    """120 / 4 / 2 of `expr`, as _EXPR finds its numbers."""
+    """The value of `expr 120 / 4 / 2`. number: "120". divisors: " / 4 / 2"."""
     value = int(number)
     for divisor in divisors.split("/")[1:]:
         value //= int(divisor)

@@ -5,10 +5,10 @@ the rows that match a key of a file and its value, the first one counts; a key t
 is looked up among this package's keys, aliases and known keys of other trainers. VALUES `absent`:
 the row is for a file without the key.
 
-WORDS is one of: keys of this package, which get the same value; key=value, where {} stands for the
-file's value and {0}, {1} for the items of a list; `datasets`, with the key and the stage to set for
-a list of datasets; -, for a key without effect, with the reason in NOTE; !, for a refused key, with
-the remedy in NOTE.
+WORDS are keys of this package, which get the same value, and key=value, where {} stands for the
+file's value and {0}, {1} for the items of a list; or one of: `datasets`, with the key and the stage
+to set for a list of datasets; -, for a key without effect, with the reason in NOTE; !, for a
+refused key, with the remedy in NOTE.
 
 TAGS are alternatives, separated by commas: words that the file must have, joined by +. A file has
 the keys that are not false or 0, its values, and the words of `method`, a script's command; without

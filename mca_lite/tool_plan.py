@@ -129,8 +129,8 @@ def step_time(
 
     memory: RankMemory of the fullest rank. lengths: token counts of the documents in one sample.
     rates: the GPU's.
-    frozen: True if not all weights are trained. reference: extra forward passes per step, in units
-    of the model's forward pass. trained: the trained modules if others are frozen.
+    frozen: True if adapters are trained beside frozen weights. reference: extra forward passes per
+    step, in units of the model's forward pass. trained: the trained modules if others are frozen.
     """
     # imported late, because it imports torch
     from .log import ModelWork, model_sizes, partial_work

@@ -173,9 +173,9 @@ class Evaluator:
     def passes(
         self, dataset: Any, run: Callable[[list[dict[str, Any]], int], list[Any]]
     ) -> Iterator[list[tuple[list[int], Any]]]:
-        """Run one pass over a dataset, and yield for each step a list [(sample indices, result of
-        run(micro-batches, length))], with one pair per micro-batch of this rank, except those that
-        only fill up the pipeline's schedule.
+        """Run one pass over a dataset, and yield for each step a list [(sample indices, result)],
+        with one pair per micro-batch of this rank, except those that only fill up the pipeline's
+        schedule. run(micro-batches, length): returns one result per micro-batch.
 
         On pipeline stages before the last the list is []. ValueError if a packed row's documents
         cannot be matched with its samples."""
@@ -250,8 +250,8 @@ def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int)
 def sum_documents(
     backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [2, real documents]: each document's sum of log-probabilities over its labels, and
-    the number of labels.
+    """[2, real documents] in the dtype of `losses`: each document's sum of log-probabilities over
+    its labels, and the number of labels.
 
     batch: arranged, with one document per row, or packed. labels, losses: [rows, s] on this rank.
     With multi-token prediction labels is a part_mtp.Targets and losses [rows, s, predicted tokens],

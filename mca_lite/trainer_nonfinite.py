@@ -1,7 +1,7 @@
-"""Non-finite numbers: detected before an update, traced to a cause, and the run stopped.
+"""Non-finite numbers: kept out of the weights, traced to a cause, and the run stopped.
 
 The gradient of a non-finite loss is made NaN, so it reaches the gradient norm, which every rank
-reads before the update anyway: good steps get no further collective and no device sync. Once that
+reads in each step anyway: good steps get no further collective and no device sync. Once that
 happens, time does not matter: ranks gather their losses, and unless nan_policy skips the update,
 the micro-batches run forward again to find the layer, and the run ends with NotFiniteError (exit
 code NOT_FINITE_EXIT_CODE on the command line)."""

@@ -51,10 +51,9 @@ def fill(
     models: VirtualModels.
     only: the (megatron name, layer) pairs to fill. None: all, after check_names().
 
-    One replica reads each parameter's shard and broadcasts it, so host memory holds one shard.
-    Collective: these broadcasts, and a gather over all ranks at the end. ValueError, on every rank,
-    if the source belongs to another model, a tensor has another shape, or a rank cannot read a
-    file."""
+    One replica reads each parameter's shard and broadcasts it. Collective: these broadcasts, and a
+    gather over all ranks at the end. ValueError, on every rank, if the source belongs to another
+    model, a tensor has another shape, or a rank cannot read a file."""
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
     if config.tie_embeddings_and_output_weights:  # the last stage has a copy of the embedding
@@ -103,7 +102,7 @@ def _checked_part(
 
 def check_names(config: Any, names: Set[str]) -> None:
     """Raise ValueError if `names`, the source's tensors, lack a tensor of the model, or include one
-    that the model does not read and that is not known to be unused (is_unused).
+    that is none of the model's, no copy (copies_of) and not known to be unused (is_unused).
 
     Every rank checks all pipeline stages, so all ranks raise and none is left waiting.
     """
@@ -300,8 +299,8 @@ def forms_of(models: Any) -> NamedTensors:
 
 
 def own_parameters(models: Any) -> dict[tuple[str, int | None], torch.Tensor]:
-    """{(megatron name, layer index): parameter} for this rank. Names have {} for the layer; the
-    index is None outside the layers."""
+    """{(megatron name, layer index): tensor} for this rank's weights, see global_parameter_names().
+    Names have {} for the layer; the index is None outside the layers."""
     named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
     return {(name, layer): parameter for name, layer, parameter in named}
 
@@ -368,9 +367,8 @@ def export_hf(
     change(HF name, tensor): returns the tensor to write instead.
     beside: also copy the source's generation_config.json, processor files and Python code.
 
-    Global rank 0 writes, with one file's tensors in host memory. Tensors of the source that no
-    model here reads are copied. Collective: see iter_hf_tensors. OSError, on every rank, if the
-    files cannot be written.
+    Global rank 0 writes. Tensors of the source that no model here reads are copied. Collective: see
+    iter_hf_tensors. OSError, on every rank, if the files cannot be written.
     """
     config = models.config
     tensors = iter_hf_tensors(models)
@@ -393,7 +391,7 @@ def write_model(
     names on rank 0, [] elsewhere. See export_hf for `change` and `beside`.
 
     source: folder or hub name that the model was loaded from.
-    num_trained: how many of its multi-token prediction layers were trained.
+    num_trained: how many of its multi-token prediction layers are in the model.
 
     Collective over all ranks. OSError, on every rank, if the files cannot be written.
     """

@@ -1,8 +1,8 @@
 """Files of Hugging Face models: sharded safetensors with their index, config.json, the names of
 experts. Also other tensor sources: weights drawn from a seed, and matrices grown for new tokens.
 
-transformers 5 keeps a layer's experts in one three-dimensional tensor, but save_pretrained writes
-one tensor per projection and expert for most families, under names that differ between them.
+transformers 5 keeps a layer's experts in three-dimensional tensors, but save_pretrained writes one
+tensor per projection and expert for most families, under names that differ between them.
 """
 
 import contextlib
@@ -75,8 +75,8 @@ def write_safetensors(
     process -> the file names.
 
     A file's tensors have at most max_shard_size, unless one is larger. It is written once the next
-    tensor would not fit, so host memory holds one file's tensors and the next tensor. On success
-    the weight files of an earlier export are removed; if a tensor cannot be written they remain."""
+    tensor would not fit. On success the weight files of an earlier export are removed; if a tensor
+    cannot be written they remain."""
     shards: list[list[str]] = []
     total_size = 0
     with replacing(folder) as beside:
@@ -130,8 +130,8 @@ def write_hf_config(
 ) -> list[str]:
     """Write config.json to `folder` -> [its name].
 
-    It is a copy of the source model's config.json, or of hf_config if there is none. `dtype` and
-    hf_config decide dtype, vocabulary size, more multi-token prediction layers than the source
+    It is a copy of config.json in the folder `source`, or of hf_config if there is none. `dtype`
+    and hf_config decide dtype, vocabulary size, more multi-token prediction layers than the source
     names, scaled rotary parameters and a value head's keys. quantization_config, torch_dtype and
     _name_or_path are left out."""
     values = dict(hf_config)
@@ -292,8 +292,8 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 
 class SafetensorsSource:
-    """A TensorSource for the safetensors of a folder or hub model. Tensors have the names of
-    transformers' modules, and single experts the names used by most files.
+    """A TensorSource for the safetensors of a folder or hub model. Names are those in the files,
+    but with the prefixes of transformers' modules, and with single experts' names for stacked ones.
 
     prefixes: {prefix in transformers' module names: prefix in the files}, where they differ.
     stored: the tensor names in the files, before stacked experts are split and prefixes replaced;
@@ -316,7 +316,7 @@ class SafetensorsSource:
         self._slices = {with_prefix(name, to_modules): part for name, part in self._slices.items()}
 
     def names(self) -> KeysView[str]:
-        """The tensor names, file by file, as names of transformers' modules."""
+        """The tensor names, file by file, with the prefixes of transformers' modules."""
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
@@ -386,7 +386,7 @@ def check_shape(source: TensorSource, name: str, wanted: Shape, remedy: str = _O
 
 def model_class(hf: Any) -> Any:
     """The transformers auto class for a config: AutoModelForSequenceClassification with a value
-    head, AutoModelForImageTextToText for families with images, otherwise AutoModelForCausalLM.
+    head, AutoModelForImageTextToText for families with images, else AutoModelForCausalLM.
     """
     import transformers
 
@@ -486,8 +486,8 @@ def check_loaded(origin: str, loading_info: dict[str, Any]) -> None:
 
 
 class InitSource:
-    """Random initial weights, for train_from_scratch. Each tensor is drawn from a seed and its name
-    in Hugging Face's files, so every parallel layout gets the same values.
+    """Random initial weights, for train_from_scratch. Each tensor is drawn from a seed and its
+    Hugging Face name, so every parallel layout gets the same values.
 
     Matrices and sinks are normal with the config's initializer_range; norm weights are 1 (0 if the
     model adds 1 to them); biases are 0. A_log and dt_bias of linear attention differ.
@@ -706,7 +706,7 @@ def carried_tensors(
     """Yield (name, tensor) for the tensors in the model's source that this package does not read
     (is_unused), for an export to keep; copies of embedding and head get rows for new tokens. If the
     source is gone: nothing, and a warning if config.json mentions such layers. source: folder or
-    hub name. num_trained: how many multi-token prediction layers are trained."""
+    hub name. num_trained: how many multi-token prediction layers are in the model."""
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
