@@ -446,6 +446,7 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
     Raises ValueError if the column is missing, and for a record with images, videos or audio."""
     if isinstance(record, str):
         return record
+    get_column(record, "", where, object, required=False)  # refuses anything but an object
     expect(
         not TEXT.values_of(record, spec.columns, where),
         f"{where}: the record has pictures, which stage pt does not train: write conversations for "

@@ -225,10 +225,10 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
     """Index of the first decoder layer that may need a backward pass, judged by the trained
     modules' names; num_layers if none does. A module outside the layers counts as before the first
-    layer, but after the last one if its name ends in ".norm" or "lm_head".
+    layer, but after the last one if its name ends in ".norm", "lm_head" or "score".
     """
     # other modules come after the layers, or feed the first one
-    ends = (".norm", "lm_head")
+    ends = (".norm", "lm_head", "score")
     layers = [layer_of(m, num_layers if m.endswith(ends) else 0) for m in trained]
     return min(layers, default=num_layers)
 

@@ -140,7 +140,8 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
     """
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
-        given["modules_to_save"] = [n for n in given["modules_to_save"] if n != "classifier"]
+        whole = given.get("modules_to_save", ())
+        given["modules_to_save"] = [name for name in whole if name != "classifier"]
     given["target_parameters"] = tuple(given.get("target_parameters") or ())
     return LoraSpec(targets=tuple(targets), **given)
 

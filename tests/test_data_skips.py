@@ -54,10 +54,12 @@ def test_too_many_bad_records_stop_the_run(tmp_path):
 
 def test_bad_texts_are_left_out_of_joined_rows(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(['{"body": "x"}', *['{"text": "ab"}'] * 10]))
-    bundle = load_files(tmp_path, file, stage="pt", on_bad_record="skip", cutoff_len=29)
-    assert bundle.train.num_tokens == 29 and len(bundle.train) == 1
-    assert any("1 records cannot be used" in line for line in bundle.report)
+    good = ['{"text": "ab"}'] * 10
+    file.write_text("\n".join([*good, *good, '{"body": "x"}', "[5]"]))
+    bundle = load_files(tmp_path, file, stage="pt", on_bad_record="skip", cutoff_len=59)
+    assert bundle.train.num_tokens == 59 and len(bundle.train) == 1
+    bad = [line for line in bundle.report if "1 records cannot be used" in line]
+    assert len(bad) == 2 and "expected an object" in bad[1]
 
 
 # -- files

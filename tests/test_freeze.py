@@ -306,7 +306,8 @@ def test_plan_counts_gradients_and_states_of_trained_weights_alone(tmp_path):
 
 @pytest.mark.parametrize("trained, wanted", [("model.norm", 4), ("model.layers.2.norm", 2)])
 def test_the_last_norm_alone_comes_after_the_layers(trained, wanted):
-    assert lowest_layer([trained, "lm_head"], 4) == wanted
+    for head in ("lm_head", "score"):
+        assert lowest_layer([trained, head], 4) == wanted
 
 
 def test_layers_below_every_trained_weight_have_no_backward_flops():
