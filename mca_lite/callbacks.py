@@ -134,9 +134,11 @@ class TrainerCallback:
     (TrainerState) and set flags of `control` (TrainerControl); it returns None or the control.
 
     Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
-    on_step_end, on_log, on_evaluate, on_save. Each gets as keywords: trainer, model, optimizer,
-    lr_scheduler, processing_class, train_dataloader and eval_dataloader. What is not made yet is
-    None, and so is eval_dataloader outside of a pass over evaluation or prediction data.
+    on_step_end, then on_log, on_evaluate and on_save; the evaluation after an epoch's last step,
+    which a callback can choose, may follow the save. Each gets as keywords: trainer, model,
+    optimizer, lr_scheduler, processing_class, train_dataloader and eval_dataloader. What is not
+    made yet is None, and so is eval_dataloader outside of a pass over evaluation or prediction
+    data.
     """
 
     def on_init_end(

@@ -243,10 +243,11 @@ def check_batch(
     batch: Mapping[str, Any], packs: bool, limits: Limits, unread: Collection[str] = ()
 ) -> dict[str, Any]:
     """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
-    if they are absent, and without position_ids. Raises ValueError for unknown, unread or missing
-    columns, wrong shapes, padding on the left, labels of padding, labels that look unshifted, a
-    batch outside `limits`, and, unless `packs`, for several documents in a row or position_ids
-    other than 0, 1, 2, ....
+    if they are absent, and without position_ids, harmless columns such as token_type_ids, and
+    unknown columns without values. Raises ValueError for other unknown columns, for unread or
+    missing ones, wrong shapes, padding on the left, labels of padding, labels that look unshifted,
+    more than `limits` allow (ids are compared with the vocabulary on the CPU alone), and, unless
+    `packs`, for several documents in a row or position_ids other than 0, 1, 2, ....
 
     packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
     this package that the stage's loss does not read.

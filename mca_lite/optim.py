@@ -86,7 +86,8 @@ def get_megatron_lr_scheduler(
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
     """True if a parameter gets weight decay: it is not a vector, and its name does not end in
-    "bias". So norms and biases get none, not even the stacked biases of experts."""
+    "bias". So biases get none, not even the stacked ones of experts, nor do norms whose weight is
+    a vector."""
     return parameter.dim() != 1 and not name.endswith("bias")
 
 

@@ -274,7 +274,7 @@ class Hearing(VideoVision):
 
 
 class AudioStore(VideoStore):
-    """VideoStore for audios too: their records have a fourth value."""
+    """A VideoStore that stores audios too. An audio's record is a picture's and "audio"."""
 
     def write(self, picture: Any, data: Any) -> Any:
         if picture.kind != "audio":

@@ -540,8 +540,9 @@ class DistillTrainer(ScoredTrainer):
             refuse("teacher_top_k", self._k, "the models have fewer tokens", f"at most {size}")
 
     def _scores_of(self, logits: Logits) -> torch.Tensor:
-        """Stands in for the teacher's loss: the teacher's k likeliest tokens, then the
-        log-probabilities of these and of all other tokens together, float32 [n, 2 k + 1]."""
+        """Stands in for the teacher's loss: the k likeliest of the tokens that both models have,
+        by the teacher, then the log-probabilities, among these tokens, of the k and of all others
+        together, float32 [n, 2 k + 1]."""
         common = logits.of_first(self._num_tokens)
         tokens, logps = top_k_of(common, self._k, self.train_config.temperature)
         return torch.cat([tokens.float(), logps], 1)  # exact: ids are below 2^24

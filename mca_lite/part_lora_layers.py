@@ -534,7 +534,7 @@ class LoraExperts(Adapter):
 
         projections: those in weight [n, ..., in], such as ("gate", "up"). multiply(x, w):
         multiplies each expert's tokens by w^T of this expert. The backward pass is collective over
-        the expert-tensor-parallel group if that has several ranks.
+        the expert-tensor-parallel group if that has several ranks and a projection has an adapter.
         """
         names = [p for p in projections if p in self.adapted]
         if not names:

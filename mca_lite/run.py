@@ -478,8 +478,8 @@ def data_summary(plan: Plan) -> dict[str, str]:
 
 
 def named_sets(data: DatasetBundle) -> dict[str, Any]:
-    """{name: dataset} of a run: "training", and "evaluation" or the names of several evaluation
-    sets. Missing sets are left out.
+    """{name: dataset} of a run: "training", and "evaluation" or, with eval_on_each_dataset, each
+    evaluation set's name. Missing sets are left out.
     """
     evaluated: Any = data.eval
     if not isinstance(evaluated, dict):

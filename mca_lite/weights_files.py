@@ -331,7 +331,8 @@ class SafetensorsSource:
 
 def slices_of(path: Path) -> dict[str, Any]:
     """Open a safetensors file -> {name: slice object, from which parts can be read}, sorted by
-    name. ValueError, naming the file, if it is damaged, truncated or cannot be read."""
+    name. ValueError, naming the file, if it is truncated, or if its header is damaged or cannot be
+    read; values are not checked."""
     try:
         file = safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file

@@ -208,6 +208,14 @@ def test_keys_of_llama_factory_that_tutorials_name_are_known(good_words):
     assert "not in this version" in problem["new_special_tokens_config"].reason
 
 
+@pytest.mark.parametrize("names", ["a/x.jsonl,b/x.jsonl", "training.jsonl"])
+def test_evaluation_sets_of_one_name_are_refused(good_words, names):
+    words = [*good_words, f"eval_dataset={names}", "eval_on_each_dataset=true"]
+    words += ["eval_strategy=steps", "eval_steps=1"]
+    assert "the same name" in keys_of(parse_args, words)["eval_dataset"].reason
+    assert parse_args([*words, "eval_dataset=a/x.jsonl,b/y.jsonl"])
+
+
 def test_a_folder_without_a_model_is_named_as_such(good_words, tmp_path):
     (tmp_path / "empty").mkdir()
     words = [f"model_name_or_path={tmp_path / 'empty'}", *good_words[1:]]
