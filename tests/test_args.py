@@ -212,7 +212,8 @@ def test_keys_of_llama_factory_that_tutorials_name_are_known(good_words):
 def test_evaluation_sets_of_one_name_are_refused(good_words, names):
     words = [*good_words, f"eval_dataset={names}", "eval_on_each_dataset=true"]
     words += ["eval_strategy=steps", "eval_steps=1"]
-    assert "the same name" in keys_of(parse_args, words)["eval_dataset"].reason
+    [problem] = keys_of(parse_args, words).values()
+    assert "the same name" in problem.reason and problem.key == "eval_on_each_dataset"
     assert parse_args([*words, "eval_dataset=a/x.jsonl,b/y.jsonl"])
 
 
