@@ -121,11 +121,12 @@ class TorchRouters:
         total = 0.0
         for layer, logits, experts in self._outputs:
             real = ~self.padding_mask
-            self._counts[layer] += self.statistics.count(layer, experts, real.flatten())
+            counts = self.statistics.count(layer, experts, real)
+            self._counts[layer] += counts[:, :-1].sum(0)
             if self.losses.on:
                 of_rows = logits.view(*real.shape, -1).transpose(0, 1)
                 total = total + self.statistics.losses(
-                    layer, of_rows, real.t(), self.losses, self._topk, self._scores
+                    layer, self.losses, None, of_rows, real.t(), self._topk, self._scores
                 )
         self._outputs = []
         return total

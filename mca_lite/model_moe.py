@@ -53,7 +53,7 @@ def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
 
 
 def choose_experts(
-    logits: torch.Tensor,
+    scores: torch.Tensor,
     topk: int,
     score_function: str = "softmax",
     normalise: bool = True,
@@ -64,10 +64,10 @@ def choose_experts(
     group_score: str = "top2",
     replace: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, expert indices), both [T, k] for k `topk`, from logits [T, E], as transformers'
-    routers compute them.
+    """(weights, expert indices), both [T, k] for k `topk`, from scores_of() a router's logits, [T,
+    E], as transformers' routers compute them.
 
-    score_function: "softmax" or "sigmoid" of the logits.
+    score_function: "softmax" or "sigmoid", the scores'.
     bias: [E], added to the scores for the choice only.
     num_groups: experts can be chosen only from the group_topk best groups. A group is ranked by the
     sum of its two best experts (group_score "top2") or by its best one ("max").
@@ -75,7 +75,6 @@ def choose_experts(
     scaling: factor on the weights.
     replace: function of the chosen expert indices that returns other indices to use instead.
     """
-    scores = scores_of(logits, score_function)
     choice = scores
     if bias is not None:
         choice = scores + bias
@@ -90,8 +89,7 @@ def choose_experts(
         experts = replace(experts)
     weights = scores.gather(-1, experts)
     if normalise:
-        tiny = {"softmax": 0.0, "sigmoid": 1e-20}[score_function]
-        weights = weights / (weights.sum(-1, keepdim=True) + tiny)
+        weights = _shares(weights, score_function)
     if scaling is not None:
         weights = weights * scaling
     return weights, experts
@@ -121,53 +119,67 @@ class BalancingLosses(NamedTuple):
         return cls(kind, balance, settings.moe_z_loss_coeff or 0.0)
 
 
+def _shares(scores: torch.Tensor, score_function: str) -> torch.Tensor:
+    """Scale scores to a sum of 1 over the last axis."""
+    total = scores.sum(-1, keepdim=True)
+    if score_function == "sigmoid":
+        total = total + 1e-20
+    return scores / total
+
+
+def count_choices(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Choices per expert by real tokens, and the number of these tokens: float32 [b, E + 1].
+    experts: [s b, k] or [s, b, k]; real: bool [s, b], True for tokens, False for padding."""
+    found = real.new_zeros(*real.shape, num_experts + 1, dtype=torch.float32)
+    found.scatter_(-1, experts.reshape(*real.shape, -1), 1.0)[..., -1] = 1.0
+    return found.mul_(real.unsqueeze(-1)).sum(0)
+
+
 def balancing_parts(
+    losses: BalancingLosses,
+    group: dist.ProcessGroup | None,
     logits: torch.Tensor,
     real: torch.Tensor,
-    kind: str,
     topk: int,
     score_function: str,
-    group: dist.ProcessGroup | None = None,
-    experts: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(balancing loss, z loss, number of real tokens in the micro-batch), float32, or float64 for
-    logits in float64.
+    logits in float64. A loss that is off is 0.
 
     The losses are this rank's shares: they sum to the total over `group`. The token count is the
     total.
 
-    logits: [s, b, E]; real: bool [s, b], True for tokens, False for padding.
-    kind: moe_router_load_balancing_type; "none" makes the balancing loss 0.
-    topk, score_function: as in choose_experts.
+    losses: which losses are on; the results are without their coefficients.
     group: the ranks that share the micro-batch's tokens; None: only this rank. Collective if it has
     several ranks: one all-reduce over it.
-    experts: the chosen experts [s b, k]; None: the experts with the highest scores.
+    logits: [s, b, E]; real: bool [s, b], True for tokens, False for padding.
+    topk, score_function: as in choose_experts.
+    scores: scores_of(logits), if the caller has them.
+    counts: count_choices() of the chosen experts, which the all-reduce changes in place; None:
+    those of the experts with the highest scores.
     """
-    num_experts = logits.shape[-1]
-    real = real.to(torch.float32).contiguous()
-    scores = scores_of(logits, score_function)
-    if score_function == "sigmoid":
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    if experts is None:
-        experts = scores.topk(topk, -1).indices
-    experts = experts.view(*scores.shape[:-1], topk)
-    chosen = torch.zeros_like(scores).scatter(-1, experts, 1.0)
-    choices = (chosen * real[..., None]).sum(0)
-    counts = torch.cat((choices, real.sum(0)[:, None]), -1).detach()  # [b, E + 1]
-    counts = all_reduce(counts, dist.ReduceOp.SUM, group)
-    mass = (scores * real[..., None]).sum(0)  # [b, E]
+    if scores is None:
+        scores = scores_of(logits, score_function)
+    if counts is None:
+        counts = count_choices(scores.topk(topk, -1).indices, real, scores.shape[-1])
+    counts = all_reduce(counts, dist.ReduceOp.SUM, group).to(scores.dtype)
     tokens = counts[:, -1].sum()
-    # a pool is balanced by itself: each row, or with "aux_loss" all rows together
-    if kind == "aux_loss":
-        counts = counts.sum(0, keepdim=True)
-        mass = mass.sum(0, keepdim=True)
-    choices = counts[:, :-1]
-    pools = counts[:, -1]  # tokens per pool
-    size = pools.clamp(min=1)[:, None]
-    balance = num_experts * (choices / (size * topk) * (mass / size)).sum(-1)
-    num_pools = (pools > 0).sum().clamp(min=1)
-    balance = balance.sum() / num_pools * (kind != "none")
-    z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.clamp(min=1)
+    balance = z = torch.zeros_like(tokens)
+    if losses.kind != "none":
+        if score_function == "sigmoid":
+            scores = _shares(scores, score_function)
+        # a pool is balanced by itself: each row, or with "aux_loss" all rows together
+        if losses.kind == "aux_loss":
+            counts = counts.sum(0, keepdim=True)
+        pools = counts[:, -1:]  # tokens per pool
+        factors = scores.shape[-1] / topk * counts[:, :-1] / pools.square().clamp(min=1)
+        if len(pools) > 1:
+            factors = factors / (pools > 0).sum().clamp(min=1)
+        balance = (scores * (factors * real.unsqueeze(-1))).sum()
+    if losses.z:
+        z = (torch.logsumexp(logits.float(), -1).square() * real).sum() / tokens.clamp(min=1)
     return balance, z, tokens
 
 
@@ -192,34 +204,26 @@ class RouterStatistics:
         self.loss_weight: float | torch.Tensor = 0.0
 
     def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Choices per expert by real tokens, float32 [E]; also added to the layer's row. experts:
-        [T, k]; real: bool [T]."""
-        choices = torch.zeros_like(self.rows[layer, :-3], dtype=torch.float32)
-        choices.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
-        self.rows[layer, :-3] += choices
-        return choices
+        """count_choices() of a micro-batch, float32 [b, E + 1]; the choices per expert are also
+        added to the layer's row."""
+        counts = count_choices(experts, real, self.rows.shape[1] - 3)
+        self.rows[layer, :-3].add_(counts[:, :-1].sum(0))
+        return counts
 
     def losses(
-        self,
-        layer: int,
-        logits: torch.Tensor,
-        real: torch.Tensor,
-        losses: BalancingLosses,
-        topk: int,
-        score_function: str,
-        group: dist.ProcessGroup | None = None,
-        experts: torch.Tensor | None = None,
+        self, layer: int, losses: BalancingLosses, group: dist.ProcessGroup | None, *args: Any
     ) -> torch.Tensor:
         """This rank's share of the loss that the router of layer `layer` adds for a micro-batch,
         times loss_weight. The shares of the balancing loss and z loss, without coefficients, and of
         the micro-batch are also added to the layer's row. losses: the coefficients. Other
         arguments: see balancing_parts(), whose all-reduce over `group` this makes."""
-        balance, z, tokens = balancing_parts(
-            logits, real, losses.kind, topk, score_function, group, experts
-        )
-        share = (tokens > 0) / num_ranks(group)  # this rank's part of the micro-batch
-        self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
-        return (losses.balance * balance + losses.z * z) * self.loss_weight
+        balance, z, tokens = balancing_parts(losses, group, *args)
+        share = tokens.clamp(max=1 / num_ranks(group))  # this rank's part of the micro-batch
+        self.rows[layer, -3:].add_(torch.stack([balance.detach(), z.detach(), share]))
+        loss = balance * (losses.balance * self.loss_weight)
+        if losses.z:
+            loss = loss + z * (losses.z * self.loss_weight)
+        return loss
 
     def sums(self) -> torch.Tensor:
         """Sum the rows of all layers over all ranks: float64 [layers, E + 3]. The columns are
@@ -320,8 +324,9 @@ class Router(TopKRouter):
         """
         config = self.config
         flat = logits.flatten(0, 1)
+        scores = scores_of(flat, self.score_function)
         weights, experts = choose_experts(
-            flat,
+            scores,
             self.topk,
             self.score_function,
             config.moe_router_norm_topk_prob,
@@ -334,25 +339,27 @@ class Router(TopKRouter):
         )
         # with recomputation this runs twice: count only the second run, which has gradients
         if self.statistics is not None and self.training and torch.is_grad_enabled():
-            real = torch.ones_like(logits[..., 0], dtype=torch.bool)
-            if padding_mask is not None:
-                real = ~padding_mask
+            if padding_mask is None:
+                padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
+            real = ~padding_mask
             layer = self.layer_number - 1
-            choices = self.statistics.count(layer, experts, real.flatten())
+            counts = self.statistics.count(layer, experts, real)
             if self.enable_expert_bias:
-                self.local_tokens_per_expert += choices
+                self.local_tokens_per_expert += counts[:, :-1].sum(0)
             losses = BalancingLosses.of(config)
             if losses.on:
-                # a view of `flat`: megatron's linear needs the gradient in its memory order
-                shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
-                replayed = experts if self.replay is not None and self.takes_best_scores else None
-                loss = self.statistics.losses(layer, *shared, self.tp_cp_group, replayed)
+                if not self.takes_best_scores:
+                    counts = None
+                # views of `flat`: megatron's linear needs the gradient in its memory order
+                args = flat.view(logits.shape), real, self.topk, self.score_function
+                shared = scores.view(logits.shape), counts
+                loss = self.statistics.losses(layer, losses, self.tp_cp_group, *args, *shared)
                 # the loss gets its gradient where the weights get theirs; megatron's schedule
                 # scales it like the micro-batch's main loss
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)
         if self.gives_choices:
             return weights, experts
-        nowhere = torch.zeros(flat.shape, dtype=weights.dtype, device=flat.device)
+        nowhere = torch.zeros_like(scores)
         return nowhere.scatter(1, experts, weights), nowhere.bool().scatter(1, experts, True)
 
 

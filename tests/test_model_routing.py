@@ -12,7 +12,9 @@ from mca_lite.model_moe import (
     RouterStatistics,
     balancing_parts,
     choose_experts,
+    count_choices,
     count_real_micro_batches,
+    scores_of,
     updated_bias,
 )
 from tests.shared import tiny_moe
@@ -104,7 +106,8 @@ def test_choices_and_weights_are_those_of_transformers(name, changes, keys):
     router, (logits, weights, experts) = their_router(name, **changes)
     if name == "glm4_moe":
         keys = dict(keys, score_function="sigmoid", bias=router.e_score_correction_bias)
-    ours, chosen = choose_experts(logits, **keys)
+    scores = scores_of(logits, keys.get("score_function", "softmax"))
+    ours, chosen = choose_experts(scores, **keys)
     wanted = torch.zeros_like(logits).scatter(1, experts, weights)
     torch.testing.assert_close(
         torch.zeros_like(logits).scatter(1, chosen, ours), wanted, rtol=0, atol=1e-6
@@ -116,7 +119,8 @@ def test_a_bias_that_is_the_same_for_all_experts_changes_no_choice():
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(3))
     keys = dict(topk=3, score_function="sigmoid", num_groups=4, group_topk=2)
     (_, chosen), (_, biased) = (
-        choose_experts(logits, bias=torch.full((E,), bias), **keys) for bias in (0.0, -2.0)
+        choose_experts(logits.sigmoid(), bias=torch.full((E,), bias), **keys)
+        for bias in (0.0, -2.0)
     )
     assert torch.equal(biased, chosen)
 
@@ -148,7 +152,7 @@ def test_balancing_losses_and_their_gradients_are_the_formulas(score_function):
     real = torch.ones(6, 3, dtype=torch.bool)
     real[4:, 0], real[2:, 1] = False, False
     pool, seq = (
-        balancing_parts(logits, real, kind, 2, score_function)
+        balancing_parts(BalancingLosses(kind, 0.1, 0.1), None, logits, real, 2, score_function)
         for kind in ("aux_loss", "seq_aux_loss")
     )
     aux, z = by_hand(logits.flatten(0, 1), real.flatten(), 2, score_function)
@@ -163,23 +167,26 @@ def test_balancing_losses_and_their_gradients_are_the_formulas(score_function):
 def test_an_empty_micro_batch_has_no_losses_and_rows_of_padding_do_not_dilute():
     logits = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(2))
     nothing = torch.zeros(4, 2, dtype=torch.bool)
-    assert [float(x) for x in balancing_parts(logits, nothing, "aux_loss", 2, "softmax")] == [
+    losses = BalancingLosses("aux_loss", 0.1, 0.1)
+    assert [float(x) for x in balancing_parts(losses, None, logits, nothing, 2, "softmax")] == [
         0,
         0,
         0,
     ]
     first = nothing.clone()
     first[:, 0] = True
-    alone = balancing_parts(logits[:, :1], first[:, :1], "seq_aux_loss", 2, "softmax")
-    torch.testing.assert_close(balancing_parts(logits, first, "seq_aux_loss", 2, "softmax"), alone)
+    losses = losses._replace(kind="seq_aux_loss")
+    alone = balancing_parts(losses, None, logits[:, :1], first[:, :1], 2, "softmax")
+    torch.testing.assert_close(balancing_parts(losses, None, logits, first, 2, "softmax"), alone)
 
 
 def test_even_loads_have_an_aux_loss_of_one():
     logits = torch.zeros(4, 1, 4) + 5 * torch.eye(4)[:, None]
-    balance, _, _ = balancing_parts(
-        logits, torch.ones(4, 1, dtype=torch.bool), "aux_loss", 1, "softmax"
-    )
+    losses = BalancingLosses("aux_loss", 0.1)
+    real = torch.ones(4, 1, dtype=torch.bool)
+    balance, z, _ = balancing_parts(losses, None, logits, real, 1, "softmax")
     assert float(balance) == pytest.approx(1.0)
+    assert float(z) == 0, "without a coefficient"
 
 
 def test_losses_count_as_the_keys_say():
@@ -209,9 +216,25 @@ def test_a_step_has_the_mean_of_balancing_losses_over_real_micro_batches(per_tok
 
 def test_padding_is_not_counted():
     experts, real = torch.tensor([[0, 1], [1, 2], [3, 1]]), torch.tensor([True, True, False])
-    assert RouterStatistics(1, 4).count(0, experts, real).tolist() == [1, 2, 1, 0]
+    statistics = RouterStatistics(1, 4)
+    assert statistics.count(0, experts, real[:, None]).tolist() == [[1, 2, 1, 0, 2]]
+    assert statistics.rows.tolist() == [[1, 2, 1, 0, 0, 0, 0]]
     masks = [torch.tensor([[True, True]]), torch.tensor([[False, True]])]
     assert count_real_micro_batches([{"padding_mask": mask} for mask in masks]) == 1
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_scores_and_counts_that_a_caller_has_give_the_same_losses(score_function):
+    logits = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(4)).double()
+    real = torch.rand(6, 3, generator=torch.Generator().manual_seed(4)) < 0.7
+    args = BalancingLosses("seq_aux_loss", 0.1, 0.1), None, logits, real, 2, score_function
+    scores = scores_of(logits, score_function)
+    _, chosen = choose_experts(scores.flatten(0, 1), 2, score_function)
+    alone = balancing_parts(*args)
+    shared = balancing_parts(*args, scores, count_choices(chosen, real, 4))
+    for one, other in zip(alone, shared, strict=True):
+        assert one.dtype == torch.float64 or one is alone[1]
+        assert torch.equal(one, other)
 
 
 def test_the_bias_of_idle_experts_grows():
@@ -225,7 +248,7 @@ def test_statistics_average_over_mixtures_and_micro_batches_of_the_whole_window(
     for choices, balance in (([1, 3], 2.0), ([3, 5], 4.0)):
         experts = torch.tensor([0, 1]).repeat_interleave(torch.tensor(choices))[:, None]
         for layer in (1, 2):
-            statistics.count(layer, experts, torch.ones(len(experts), dtype=torch.bool))
+            statistics.count(layer, experts, torch.ones(len(experts), 1, dtype=torch.bool))
             statistics.rows[layer, -3:] += torch.stack([balance * layer * one, one, one])
     losses = BalancingLosses("aux_loss", 0.1, 0.1)
     got = statistics.take(losses)
