@@ -7,10 +7,11 @@ ranks: local expert i has index n * ep_rank + i. Their matrices are sharded over
 expert-tensor-parallel ranks.
 
 A token goes to k experts, so k rows represent it there. `order` [T k] sorts the (token, choice)
-pairs by expert, stably; `places` [T, k] is its inverse: the row of each pair. Forward and backward
-both gather by these indices; sums over k rows are in float32 or wider, rounded once. Scattered
-additions, as in megatron's permutation, would collide on a GPU. If each rank has all experts whole,
-Mixture can use LocalDispatcher, which does not wait for the device.
+pairs by expert, stably; `tokens` [T k] is the token of each row, and `places` [T, k] the inverse of
+`order`: the row of each pair. Forward and backward both gather by these indices; sums over k rows
+are in float32 or wider, rounded once. Scattered additions, as in megatron's permutation, would
+collide on a GPU. If each rank has all experts whole, Mixture can use LocalDispatcher, which does
+not wait for the device.
 """
 
 import functools
@@ -384,17 +385,22 @@ class ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(places)
-        return x[order // places.shape[1]], weights.flatten()[order]
+        return x[tokens], weights.flatten()[order]
 
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor, grad_of_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        return sums_of_rows(grad, places), grad_of_weights[places], None, None
+        return sums_of_rows(grad, places), grad_of_weights[places], None, None, None
 
 
 class FromExperts(torch.autograd.Function):
@@ -402,15 +408,15 @@ class FromExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, places: torch.Tensor
+        ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(order, places)
+        ctx.save_for_backward(tokens)
         return sums_of_rows(rows, places)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        order, places = ctx.saved_tensors
-        return grad[order // places.shape[1]], None, None
+        (tokens,) = ctx.saved_tensors
+        return grad[tokens], None, None
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
@@ -425,13 +431,15 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         [T, k] -> (rows [T k, h], their weights [T k]). Collective like count()."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
-        self.order = experts.flatten().argsort(stable=True)
-        rows = torch.arange(len(self.order), device=experts.device)
-        self.places = torch.empty_like(rows).scatter_(0, self.order, rows).view(experts.shape)
+        # a GPU's sort has a kernel for each byte
+        order = experts.flatten().to(torch.int16).argsort(stable=True)
+        rows = torch.arange(len(order), device=experts.device)
+        self.tokens = order // experts.shape[1]
+        self.places = torch.empty_like(rows).scatter_(0, order, rows).view(experts.shape)
         chosen = experts.new_zeros(len(experts), self.num_experts, dtype=torch.bool)
         self.tokens_per_expert = self.count(chosen.scatter_(1, experts, True))
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
-        return ToExperts.apply(flat, weights, self.order, self.places)
+        return ToExperts.apply(flat, weights, order, self.tokens, self.places)
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
         """The number of tokens, from all ranks that share the experts, for each of this rank's
@@ -441,7 +449,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Sum the k expert outputs of each token: rows sorted by expert [T k, h] -> [s, b, h]."""
-        return FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
+        return FromExperts.apply(rows, self.tokens, self.places).view(self.hidden_shape)
 
 
 class LocalDispatcher(Dispatcher):
@@ -460,8 +468,8 @@ class LocalDispatcher(Dispatcher):
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         again = getattr(hidden_states, "again", None)
         if again is not None:
-            order, k = self.order, experts.shape[1]
-            rows.again = lambda: again().flatten(0, -2)[order // k]
+            tokens = self.tokens
+            rows.again = lambda: again().flatten(0, -2)[tokens]
         return rows, of_rows
 
     def token_dispatch(

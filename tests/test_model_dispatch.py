@@ -15,25 +15,27 @@ def choices(tokens=7, experts=5, k=3):
     g = torch.Generator().manual_seed(0)
     chosen = torch.rand(tokens, experts, generator=g).topk(k, -1).indices
     order = chosen.flatten().argsort(stable=True)
-    return chosen, order, order.argsort().view(tokens, k)
+    return chosen, order, order // k, order.argsort().view(tokens, k)
 
 
 def test_rows_go_to_experts_and_back_with_the_gradients_of_plainsums_of_rows():
-    chosen, order, places = choices()
+    chosen, order, tokens, places = choices()
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(7, 3, dtype=torch.float64, requires_grad=True)
-    rows, of_rows = ToExperts.apply(x, weights, order, places)
+    rows, of_rows = ToExperts.apply(x, weights, order, tokens, places)
     assert chosen.flatten()[order].diff().min() >= 0, "rows stand by expert"
     factors = 1.0 + chosen.flatten()[order, None]  # what an expert does: times its number plus 1
-    out = FromExperts.apply(rows * factors * of_rows[:, None], order, places)
+    out = FromExperts.apply(rows * factors * of_rows[:, None], tokens, places)
     torch.testing.assert_close(out, x * ((1.0 + chosen) * weights).sum(1, keepdim=True))
-    assert torch.autograd.gradcheck(lambda *t: ToExperts.apply(*t, order, places), (x, weights))
+    assert torch.autograd.gradcheck(
+        lambda *t: ToExperts.apply(*t, order, tokens, places), (x, weights)
+    )
     rows = rows.detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: FromExperts.apply(t, order, places), (rows,))
+    assert torch.autograd.gradcheck(lambda t: FromExperts.apply(t, tokens, places), (rows,))
 
 
 def test_the_sum_over_a_tokens_experts_is_rounded_once():
-    _, _, places = choices()
+    *_, places = choices()
     rows = torch.randn(21, 4).bfloat16()
     assert torch.equal(sums_of_rows(rows, places), rows.float()[places].sum(1).bfloat16())
 
