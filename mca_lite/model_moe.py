@@ -15,7 +15,6 @@ not wait for the device.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -508,7 +507,7 @@ def _add_gradient(
     if compiles(x) and x.itemsize == 2 and main_grad.dtype == torch.float32:
         fused().add_gradient_of_experts(x, grad, ends, main_grad)
     else:
-        main_grad += F.grouped_mm(grad.t(), x, offs=ends)
+        main_grad += F.grouped_mm(grad.mT, x, offs=ends)
 
 
 class ExpertsProduct(torch.autograd.Function):
@@ -523,7 +522,7 @@ class ExpertsProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, ends)
         ctx.weight = weight
-        return F.grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), offs=ends)
+        return F.grouped_mm(x, weight.flatten(1, -2).mT, offs=ends)
 
     @staticmethod
     @once_differentiable
@@ -644,32 +643,34 @@ class Experts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """x [T, h] sorted by expert, tokens_per_expert [n], routing weights probs [T] -> (outputs
         times probs [T, h], None). With expert tensor parallelism outputs are partial sums."""
-        ends = None
+        ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         adapter = beside(self)
-        if self.config.moe_grouped_gemm:
-            ends = tokens_per_expert.cumsum(0).to(
-                device=x.device, dtype=torch.int32, non_blocking=True
-            )
 
-        def is_grouped(w: torch.Tensor) -> bool:
-            """True if the grouped GEMM is configured and can take w [n, ..., out, in]."""
+        def is_grouped(t: torch.Tensor, w: torch.Tensor) -> bool:
+            """True if the grouped GEMM is configured and can take t [T, c] and w [n, out, in] or
+            [T, in]."""
             # it needs rows in multiples of 16 bytes: the smallest adapters have fewer
-            sizes = math.prod(w.shape[1:-1]), w.shape[-1]
-            return ends is not None and not any(size * w.itemsize % 16 for size in sizes)
+            sizes = t.shape[-1], *w.shape[1:], max(w.stride()[-2:])
+            return self.config.moe_grouped_gemm and not any(s * w.itemsize % 16 for s in sizes)
 
         def multiply(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            """Multiply each expert's tokens in t by its transposed matrix in w [n, out, in]."""
-            if not is_grouped(w):
+            """Multiply each expert's tokens in t by its transposed matrix in w [n, out, in]; for t
+            [T, out] and w [T, in], instead t^T w over each expert's rows, [n, out, in]."""
+            if w.dim() == 2:
+                if is_grouped(t, w):
+                    return F.grouped_mm(t.mT, w, offs=ends)
                 counts = tokens_per_expert.tolist()
-                return torch.cat(
-                    [F.linear(part, one) for part, one in zip(t.split(counts), w, strict=True)]
-                )
-            return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
+                pairs = zip(t.split(counts), w.split(counts), strict=True)
+                return torch.stack([of_out.mT @ of_in for of_out, of_in in pairs])
+            if is_grouped(t, w):
+                return F.grouped_mm(t, w.mT, offs=ends)
+            parts = t.split(tokens_per_expert.tolist())
+            return torch.cat([F.linear(part, one) for part, one in zip(parts, w, strict=True)])
 
         def product(projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             if adapter is not None:
                 return adapter(projections, t, w, multiply)
-            if self.accumulates and hasattr(w, "main_grad") and is_grouped(w):
+            if self.accumulates and hasattr(w, "main_grad") and is_grouped(t, w.flatten(1, -2)):
                 return ExpertsProduct.apply(t, w, ends)
             return experts_product(t, w, multiply)
 
@@ -682,9 +683,8 @@ class Experts(MegatronModule):
         both = product(("gate", "up"), x, self.fc1)
         if not self.has_biases:
             return down(weighted_swiglu), None
-        ends_of_rows = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
-        rows = torch.arange(len(x), device=x.device)
-        experts = torch.searchsorted(ends_of_rows, rows, right=True)
+        rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        experts = torch.searchsorted(ends, rows, right=True)
         numbers = torch.arange(len(self.fc1), device=x.device)
         of_expert = (experts.unsqueeze(1) == numbers).to(x.dtype)
         biases = self.linear_fc1().flatten(1)

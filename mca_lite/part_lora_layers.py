@@ -485,7 +485,10 @@ class LoraExperts(Adapter):
 
     def _b(self, projections: Iterable[str]) -> torch.Tensor:
         """The matrix B [n, outputs, r] of projections that share A."""
-        return torch.cat([self._matrix(f"{p}_B") for p in projections], 1)
+        matrices = [self._matrix(f"{p}_B") for p in projections]
+        if len(matrices) == 1:
+            return matrices[0]
+        return torch.cat(matrices, 1)
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         parameter.allreduce = False  # its gradient is reduced over the ranks with the same experts
@@ -532,9 +535,9 @@ class LoraExperts(Adapter):
     ) -> torch.Tensor:
         """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype.
 
-        projections: those in weight [n, ..., in], such as ("gate", "up"). multiply(x, w):
-        multiplies each expert's tokens by w^T of this expert. The backward pass is collective over
-        the expert-tensor-parallel group if that has several ranks and a projection has an adapter.
+        projections: those in weight [n, ..., in], such as ("gate", "up"). multiply: see
+        AdaptedExperts. The backward pass is collective over the expert-tensor-parallel group if
+        that has several ranks and a projection has an adapter.
         """
         names = [p for p in projections if p in self.adapted]
         if not names:
@@ -561,14 +564,22 @@ class LoraExperts(Adapter):
 
     @torch.no_grad()
     def _room(
-        self, weight: torch.Tensor, units: list[tuple[str, ...]], spans: list[tuple[slice, slice]]
+        self,
+        weight: torch.Tensor,
+        units: list[tuple[str, ...]],
+        spans: list[tuple[slice, slice]],
+        is_filled: bool,
     ) -> torch.Tensor:
         """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of projections in
         its last rows, and their B in its last columns. c is padded to a multiple of 8, because
         grouped GEMMs in half precision need multiples of 16 bytes. units: projections that share
-        A. spans: for each unit, its part of c, and of `out`."""
+        A. spans: for each unit, its part of c, and of `out`. is_filled: True if an earlier call
+        wrote the same A and B: they are written only into a new buffer."""
         columns = -(-spans[-1][0].stop // 8) * 8
+        known = self._rooms.get(weight.shape)
         room = with_room(weight, columns, self._rooms, columns)
+        if is_filled and room is known:
+            return room
         inputs = weight.shape[-1]
         for unit, (part, rows) in zip(units, spans, strict=True):
             a = getattr(self, self._name_of_a(unit[0]))

@@ -142,7 +142,7 @@ class AdaptedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        room: Callable[[], torch.Tensor],
+        room: Callable[[bool], torch.Tensor],
         spans: list[tuple[slice, slice]],
         scale: float,
         multiply: Callable[..., torch.Tensor],
@@ -152,18 +152,20 @@ class AdaptedExperts(torch.autograd.Function):
         """W x + scale * B A x of each token's expert: x [T, in], tokens sorted by expert -> [T,
         out].
 
-        room(): fills and returns a buffer [n, out + c, in + c] for the n experts on this rank. W is
+        room(is_filled): returns a buffer [n, out + c, in + c] for the n experts on this rank. W is
         in [:, :out, :in], scale * A in the c rows below it, and B in the c columns beside it; c is
-        the sum of the projections' ranks, padded. spans: for each projection with an adapter, the
-        slice of c that its rank takes, and the slice of `out` that it computes. multiply(x, w):
-        multiplies each expert's tokens by w^T of this expert. again: computes x once more, for
-        backward; None: x is saved. matrices: A [n, r, in] of each of these projections, then their
-        B; only they and x get gradients. Projections that share A count as one.
+        the sum of the projections' ranks, padded. is_filled: True if A and B are the same as in an
+        earlier call: they are written only if this is a new buffer. spans: for each projection with
+        an adapter, the slice of c that its rank takes, and the slice of `out` that it computes.
+        multiply(x, w): multiplies each expert's tokens by w^T of this expert; for w [T, c], gives
+        x^T w of each expert's rows instead. again: computes x once more, for backward; None: x is
+        saved. matrices: A [n, r, in] of each of these projections, then their B; only they and x
+        get gradients. Projections that share A count as one.
         """
         ctx.save_for_backward(x if again is None else None)
         ctx.constants = room, spans, scale, multiply
         ctx.again = again
-        both, a, _ = _parts(room(), x.shape[1])
+        both, a, _ = _parts(room(False), x.shape[1])
         return multiply(torch.cat([x, multiply(x, a)], 1), both)
 
     @staticmethod
@@ -174,18 +176,15 @@ class AdaptedExperts(torch.autograd.Function):
             x = ctx.again()
             ctx.again = None  # the node outlives its backward pass, and holds what x is made of
         grad = grad.contiguous()
-        whole = room()
+        whole = room(True)
         _, a, b = _parts(whole, x.shape[1])
-        with torch.enable_grad():  # autograd differentiates the narrow matmuls
-            a = a.contiguous().requires_grad_()
-            b = b.contiguous().requires_grad_()
-            low = multiply(x.detach(), a)
-            d_low = multiply(grad, b.mT)
-        [d_a] = torch.autograd.grad(low, a, d_low)
-        [d_b] = torch.autograd.grad(d_low, b, low)
+        low = multiply(x, a)
+        d_low = multiply(grad, b.mT)
+        d_a = multiply(d_low, x)
+        d_b = multiply(grad, low)
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = multiply(torch.cat([grad, d_low], 1), whole[..., : x.shape[1]].mT)
-        d_as = [scale * d_a[:, part].float() for part, _ in spans]
+        d_as = [d_a[:, part].float().mul_(scale) for part, _ in spans]
         d_bs = [d_b[:, rows, part].float() for part, rows in spans]
         return d_x, None, None, None, None, None, *d_as, *d_bs

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite.part_lora_layers import COLUMN, ROW, LoraAdapter, LoraExperts, LoraSpec, attach
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
 from tests.shared.lora_tools import EVERYTHING, train_from_adapter, train_with_peft
@@ -121,7 +121,10 @@ def experts_of(names, dtype):
 
 
 def one_by_one(t, w):
-    return torch.cat([F.linear(part, of) for part, of in zip(t.split((4, 0, 5)), w, strict=True)])
+    parts = t.split((4, 0, 5))
+    if w.dim() == 2:
+        return torch.stack([a.mT @ b for a, b in zip(parts, w.split((4, 0, 5)), strict=True)])
+    return torch.cat([F.linear(part, of) for part, of in zip(parts, w, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,42 @@ def test_a_small_update_of_experts_is_there_on_average():
     arrived, wanted = (small.sign() * (got - base)).mean(), small.abs().mean()
     assert arrived == pytest.approx(float(wanted), rel=0.2)
     assert (small.sign() * ((base + small).bfloat16().float() - base)).mean() < 0.5 * wanted
+
+
+def check_gradients_of_adapted_experts(path, folder) -> int:
+    """Compare gradients by grouped matmuls with those of one expert after another, of an MoE
+    layer's input and of the adapters of its experts, in bf16, after these have changed once -> the
+    number of gradients."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.part_lora import inject
+
+    args = TrainingArguments(output_dir=folder, bf16=True)
+    model = AutoModel.from_pretrained(path, args)
+    inject(model, LoraSpec(rank=3, alpha=6, targets=("gate_proj", "up_proj", "down_proj")))
+    layer, found = model[0].decoder.layers[0].mlp, {}
+    parameters = [*layer.experts.lora.parameters()]
+    for is_grouped in (True, False):
+        model.config.moe_grouped_gemm = is_grouped
+        torch.manual_seed(0)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = None
+                parameter.data.normal_(std=0.3)  # as optimizers do: its version stays
+            x = torch.randn(9, 1, model.config.hidden_size).bfloat16().requires_grad_()
+            layer(x)[0].float().square().sum().backward()
+        found[is_grouped] = [x.grad, *(parameter.grad for parameter in parameters)]
+    for one, other in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+    return len(found[True])
+
+
+@pytest.mark.parametrize("columns", [16, 12, 9])
+def test_gradients_of_experts_are_the_same_one_by_one(columns, tmp_path):
+    """With 12 columns B stands beside W where no grouped matmul can read it, with 9 no weight can
+    be read by one."""
+    keys = dict(num_hidden_layers=1, moe_intermediate_size=columns)
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", **keys)
+    assert world.run(check_gradients_of_adapted_experts, 1, path, str(tmp_path / "run")) == [7]
 
 
 # -- linears that tensor parallelism cuts -----------------------------------------------------

@@ -284,6 +284,8 @@ def experts_of(form: str, x: torch.Tensor) -> tuple:
     """The same of gate and up of three experts 128 -> 2 x 16, each with a third of the rows."""
 
     def multiply(t, w):
+        if w.dim() == 2:
+            return t.unflatten(0, (3, -1)).mT @ w.unflatten(0, (3, -1))
         parts = zip(t.chunk(3), w, strict=True)
         return torch.cat([F.linear(part, one) for part, one in parts])
 

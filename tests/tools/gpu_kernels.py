@@ -493,7 +493,8 @@ def adapter_cases(dtype):
     weight = drawn(n, 2, f, h, dtype=dtype, grad=False)
 
     def multiply(t, w):
-        return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
+        left, right = (t.t(), w) if w.dim() == 2 else (t, w.transpose(1, 2))
+        return F.grouped_mm(left, right, offs=ends)
 
     def kernel(x, *matrices):
         names = tuple(map(str, range(n)))
