@@ -695,7 +695,7 @@ class Experts(MegatronModule):
         etp = self.etp_group.size()
         if etp > 1:  # the dispatcher sums over the ranks that share an expert
             bias = sum_gradients(bias, self.etp_group) / etp
-        return out + (of_expert * probs.unsqueeze(-1)).to(out.dtype) @ bias, None
+        return out.addmm_((of_expert * probs.unsqueeze(-1)).to(out.dtype), bias), None
 
     def sharded_state_dict(
         self,
