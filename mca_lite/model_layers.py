@@ -147,7 +147,7 @@ class Layer(MegatronModule):
 
         padding_mask: bool [b, s] (or [b, s / tp]), True for padding; only the router of a MoE layer
         uses it. ends_unit: the layer is the last of a recomputed unit, so that nobody reads the
-        values of its output in the recomputation: its MLP's last matmul is then left out.
+        values of its output in the recomputation: its last matmul is then left out.
         of_attention: packed_seq_params and other keywords of the attention module.
         """
         normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
@@ -155,20 +155,22 @@ class Layer(MegatronModule):
         drop(out[0])
         hidden_states = self.self_attn_bda(out, residual)
         normed, residual, drop = self._normed(self.pre_mlp_layernorm, hidden_states)
-        if isinstance(self.mlp, Mixture):
-            out = self.mlp(normed, padding_mask=padding_mask)
-        elif self.recomputes_mlp:
-            out = recomputed(self.config, functools.partial(self._mlp, True), normed)
+        if self.recomputes_mlp:
+            out = recomputed(self.config, functools.partial(self._mlp, True, None), normed)
         else:
-            out = self._mlp(ends_unit and self.mlp_bda.norm is None, normed)
+            out = self._mlp(ends_unit and self.mlp_bda.norm is None, padding_mask, normed)
         drop(out[0])
         out = self.mlp_bda(out, residual)
         return out if self.layer_scalar is None else out * self.layer_scalar
 
-    def _mlp(self, ends_unit: bool, x: torch.Tensor) -> Any:
-        """The dense MLP's output for x, and its bias or None. ends_unit: as in forward(); a
-        recomputation is the pass with gradients enabled."""
-        with zeros_from(self.mlp.linear_fc2, ends_unit and torch.is_grad_enabled()):
+    def _mlp(self, ends_unit: bool, padding_mask: torch.Tensor | None, x: torch.Tensor) -> Any:
+        """The output of the MLP or experts for x, and its bias or None. Arguments: as in forward().
+        A recomputation is the pass with gradients enabled."""
+        unread = ends_unit and torch.is_grad_enabled()
+        if isinstance(self.mlp, Mixture):
+            with zeros_from(self.mlp.experts.fc2, unread):
+                return self.mlp(x, padding_mask=padding_mask)
+        with zeros_from(self.mlp.linear_fc2.weight, unread):
             return self.mlp(x)
 
     def _normed(

@@ -113,22 +113,22 @@ class RowProduct(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def zeros_from(linear: torch.nn.Module, on: bool) -> Iterator[None]:
-    """Context manager in which a RowLinear returns zeros and does no matmul, with the gradients of
-    the matmul: for a recomputation whose output nobody reads. Other linears run as usual, and so
-    does this one if `on` is False."""
+def zeros_from(weight: Any, on: bool) -> Iterator[None]:
+    """Context manager in which a RowLinear with this weight, or experts with this fc2, may leave
+    out the matmul and return zeros, with the matmul's gradients: for a recomputation whose output
+    nobody reads. Nothing changes if `on` is False."""
     if not on:
         yield
         return
-    linear.weight.gives_zeros = True
+    weight.gives_zeros = True
     try:
         yield
     finally:
-        del linear.weight.gives_zeros
+        del weight.gives_zeros
 
 
 def gives_zeros(weight: torch.Tensor) -> bool:
-    """True for the weight of a linear inside zeros_from()."""
+    """True for a weight inside zeros_from()."""
     return hasattr(weight, "gives_zeros")
 
 

@@ -38,7 +38,7 @@ from .mcore import (
     TopKRouter,
     TransformerConfig,
 )
-from .model_linears import ColumnLinear, RowLinear, beside, experts_product
+from .model_linears import ColumnLinear, RowLinear, beside, experts_product, gives_zeros
 from .parallel import device, sum_gradients, sum_over_all
 from .tables import function_of
 
@@ -522,6 +522,8 @@ class ExpertsProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, ends)
         ctx.weight = weight
+        if gives_zeros(weight):
+            return x.new_zeros(len(x), weight.shape[1])
         return F.grouped_mm(x, weight.flatten(1, -2).mT, offs=ends)
 
     @staticmethod

@@ -463,7 +463,7 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     """An MLP's forward pass on x [t, b, h], size // b positions (at least one) at a time ->
     (output, None). The bias is added inside the tiles."""
 
-    last = module.linear_fc2
+    last = module.linear_fc2.weight
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         # with gradients, in Tiles' backward pass, nobody reads the output
@@ -471,7 +471,7 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
             out, bias = type(module).forward(module, tile)
         return out if bias is None else out + bias
 
-    is_read = not gives_zeros(last.weight)
+    is_read = not gives_zeros(last)
     return _tiled(module, run, size // x.shape[1], x, is_read=is_read), None
 
 
@@ -496,9 +496,10 @@ def _experts(
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
         inside = ends.clamp(start, start + len(tile))
         counts = inside.diff(prepend=inside.new_full((1,), start))
-        return type(module).forward(module, tile, counts, of_tile)[0]
+        with zeros_from(module.fc2, torch.is_grad_enabled()):  # as in _mlp
+            return type(module).forward(module, tile, counts, of_tile)[0]
 
-    return _tiled(module, run, size, x, probs), None
+    return _tiled(module, run, size, x, probs, is_read=not gives_zeros(module.fc2)), None
 
 
 def prepare(layer: Any, config: Any) -> None:

@@ -560,7 +560,8 @@ class LoraExperts(Adapter):
         matrices = [self._matrix(self._name_of_a(unit[0])) for unit in units]
         matrices += map(self._b, units)
         scale = self.scales[names[0]]
-        return AdaptedExperts.apply(x, room, spans, scale, multiply, again, *matrices)
+        is_read = not gives_zeros(weight)
+        return AdaptedExperts.apply(x, room, spans, scale, multiply, again, is_read, *matrices)
 
     @torch.no_grad()
     def _room(

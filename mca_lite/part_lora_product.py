@@ -147,6 +147,7 @@ class AdaptedExperts(torch.autograd.Function):
         scale: float,
         multiply: Callable[..., torch.Tensor],
         again: Callable[[], torch.Tensor] | None,
+        is_read: bool,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         """W x + scale * B A x of each token's expert: x [T, in], tokens sorted by expert -> [T,
@@ -159,12 +160,15 @@ class AdaptedExperts(torch.autograd.Function):
         an adapter, the slice of c that its rank takes, and the slice of `out` that it computes.
         multiply(x, w): multiplies each expert's tokens by w^T of this expert; for w [T, c], gives
         x^T w of each expert's rows instead. again: computes x once more, for backward; None: x is
-        saved. matrices: A [n, r, in] of each of these projections, then their B; only they and x
+        saved. is_read: False for zeros as the output of a single projection, with its gradients.
+        matrices: A [n, r, in] of each of these projections, then their B; only they and x
         get gradients. Projections that share A count as one.
         """
         ctx.save_for_backward(x if again is None else None)
         ctx.constants = room, spans, scale, multiply
         ctx.again = again
+        if not is_read:
+            return x.new_zeros(len(x), matrices[-1].shape[1])
         both, a, _ = _parts(room(False), x.shape[1])
         return multiply(torch.cat([x, multiply(x, a)], 1), both)
 
@@ -187,4 +191,4 @@ class AdaptedExperts(torch.autograd.Function):
             d_x = multiply(torch.cat([grad, d_low], 1), whole[..., : x.shape[1]].mT)
         d_as = [d_a[:, part].float().mul_(scale) for part, _ in spans]
         d_bs = [d_b[:, rows, part].float() for part, rows in spans]
-        return d_x, None, None, None, None, None, *d_as, *d_bs
+        return d_x, None, None, None, None, None, None, *d_as, *d_bs

@@ -26,6 +26,7 @@ from .families_rows import Row
 from .finetuning import Request
 from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
+from .model_linears import gives_zeros
 from .part_lora_patterns import LoraSpec, is_saved
 from .weights_convert import degree, in_layer_order
 from .weights_files import InitSource, original_of
@@ -301,6 +302,8 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.product = product
+        if gives_zeros(weight):
+            return x.new_zeros(len(x), weight.shape[1])
         return product(x, weight.whole().flatten(1, -2))
 
     @staticmethod

@@ -18,6 +18,7 @@ BLOCK = 64
 LEAST = 4096  # numbers of a parameter; moments of smaller ones stay float32
 CHUNK = 1 << 24  # numbers whose moments are float32 at once, whole blocks
 _ROWS = 16  # blocks per program
+_AT_ONCE = 1 << 24  # numbers: quantising takes some 20 bytes for each
 
 
 @functools.cache
@@ -158,7 +159,10 @@ class Moment(torch.Tensor):
     def __init__(self, parameter: torch.Tensor, signed: bool) -> None:
         """Make a moment of zeros for a parameter. signed: True for the first moment."""
         self.signed = signed
-        self.codes, self.scales = to_blocks(parameter.new_zeros(parameter.numel()), signed)
+        n = parameter.numel()
+        zero, _ = to_blocks(parameter.new_zeros(1), signed)
+        self.codes = zero.repeat(n)
+        self.scales = torch.zeros(-(-n // BLOCK), device=zero.device)
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,10 +179,12 @@ class Moment(torch.Tensor):
     def write(self, numbers: torch.Tensor, first: int = 0) -> None:
         """Quantise flat numbers into this moment, from index `first` on, which must begin a
         block."""
-        codes, scales = to_blocks(numbers, self.signed)
-        self.codes[first : first + len(codes)] = codes
-        block = first // BLOCK
-        self.scales[block : block + len(scales)] = scales
+        for part in numbers.split(_AT_ONCE):
+            codes, scales = to_blocks(part, self.signed)
+            self.codes[first : first + len(codes)] = codes
+            block = first // BLOCK
+            self.scales[block : block + len(scales)] = scales
+            first += len(codes)
 
     @classmethod
     def __torch_dispatch__(

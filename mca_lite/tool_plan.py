@@ -197,8 +197,8 @@ def _kernels(
     of_mlps = sizes.mlp_weights * sizes.num_layers
     again = recomputes * (sizes.weights - head)
     in_tiles = of_mlps * bool(config.mlp_chunk_size)  # tiles are computed again by themselves
-    is_dense = not config.num_moe_experts and config.transformer_impl == "local"
-    if is_dense and not config.post_norms:  # a recomputed unit leaves out its last matmul
+    if config.transformer_impl == "local" and not config.post_norms:
+        # a recomputed unit leaves out its last matmul
         last = 1 / (2 + config.gated_linear_unit)
         in_tiles *= 1 - last
         unit = 1 if config.recompute_method == "block" else config.recompute_num_layers or 1

@@ -151,6 +151,16 @@ def test_a_layout_trains_to_the_same_bits(layout, tmp_path):
         assert found["auto"][0] == found["plain"][0] and len(found["layers of auto"]) == 1
 
 
+def accumulate_in_place(model):
+    """Let products add to DDP's gradients, as on a GPU."""
+    for module in model.modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = True
+        if hasattr(module, "accumulate_in_place"):
+            module.accumulate_in_place()
+    return model
+
+
 def adapted(models):
     return inject(models, LoraSpec(rank=4))
 
@@ -162,7 +172,9 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.total += 2 * args[0].numel() * args[1].shape[-1]
+        elif func._overloadpacket in flop_registry:
             self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         return out
 
@@ -187,6 +199,9 @@ UNITS = {
     "adapters, tp2_sp": (2, dict(adapt=adapted, bf16=True, **TP2_SP)),
     "tiles": (1, TILED),
     "norm": (1, {}),
+    "experts": (2, dict(adapt=accumulate_in_place, **EP2)),
+    "experts' adapters": (2, dict(adapt=adapted, bf16=True, **EP2)),
+    "experts' tiles": (1, dict(adapt=adapted, bf16=True, **TILED)),
 }
 
 
@@ -195,7 +210,7 @@ def test_a_recomputed_unit_leaves_out_its_last_matmul(case, tmp_path):
     ranks, keys = UNITS[case]
     runs = {"none": {}, "one": FULL, "two": {**FULL, "recompute_num_layers": 2}}
     # gemma's norm after the MLP reads its output
-    family = "gemma3_text" if case == "norm" else "qwen3"
+    family = {"norm": "gemma3_text"}.get(case, "qwen3_moe" if "experts" in case else "qwen3")
     more = dict(STEPS, timeout_s=200)
     for found in world.run(flops_of, ranks, model_of(family), str(tmp_path), runs, **more, **keys):
         curves, (none, one, two) = zip(*found.values(), strict=True)
@@ -225,16 +240,6 @@ def train_drawn(path: str, out: str, **keys) -> list:
 
     AutoModel.from_pretrained = draw
     return train(path, out, **keys)
-
-
-def accumulate_in_place(model):
-    """Let products add to DDP's gradients, as on a GPU."""
-    for module in model.modules():
-        if hasattr(module, "gradient_accumulation_fusion"):
-            module.gradient_accumulation_fusion = True
-        if hasattr(module, "accumulate_in_place"):
-            module.accumulate_in_place()
-    return model
 
 
 @pytest.mark.parametrize(
