@@ -552,13 +552,20 @@ def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
 
 
 def test_each_record_has_the_end_of_turn_of_its_options(tmp_path):
-    template = CHATML.replace("<|im_end|>", "{{ ending | default('<|im_end|>') }}")
+    ending = "{{ message.content + ending | default('<|im_end|>') + '\n' }}"
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.role == 'assistant' %}{% generation %}" + ending + "{% endgeneration %}"
+        "{% else %}" + ending + "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
     record = {"messages": [user("Hi"), assistant("Hello")]}
     other = record | {"chat_template_kwargs": {"ending": "<|im_stop|>"}}
     tokenizer = byte_tokenizer(template)
     file = write_records(tmp_path / "a.jsonl", record, other, record)
     keys = dict(cache_dir=str(tmp_path), cutoff_len=64)
     data = load_datasets(DataArguments(dataset=[file], **keys), "sft", tokenizer)
+    # the new line after the end of a turn is not trained
     ends = ["<|im_end|>", "<|im_stop|>", "<|im_end|>"]
     assert trained_texts(tokenizer, data.train) == [f"Hello{end}" for end in ends]
 
