@@ -80,8 +80,8 @@ def mca(default: Any, text: str, **metadata: Any) -> Any:
 
 def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
     """A dataclass field for a key that only megatron-core uses and that sets the field of
-    McaModelConfig with the same name. model: True leaves that field alone if the key is None;
-    "always" sets it to None too. metadata: other options of arg()."""
+    McaModelConfig with the same name. model: True mostly leaves that field alone if the key is
+    None; "always" sets it to None too. metadata: other options of arg()."""
     return mca(default, text, model=model, **metadata)
 
 
@@ -582,12 +582,12 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 @dataclass
 class RunArguments:
     """Every group of configuration keys of a run. Reading args.learning_rate gives
-    args.training.learning_rate. A key of an optional part of the package that is not installed is
+    args.training.learning_rate. A key that only an absent optional part of the package defines is
     None.
 
     parts: {name: group of keys} for the groups of optional parts and user scripts. warnings: notes
-    for the user, such as keys without effect. model_config: the content of the model's config.json
-    or mca_config.json, or {} if it was not read.
+    for the user, such as keys without effect. model_config: values of the model's config.json or
+    mca_config.json, or {} if it was not read.
     """
 
     model: ModelArguments
@@ -716,8 +716,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     needs_world: False, for commands that only read a configuration, skips the check that the
     parallel layout fits a single process without torchrun.
 
-    `-h` and `--help` print the keys and exit. Raises ConfigError that lists the problems of the
-    run.
+    `-h` and `--help` print the keys and exit. Raises ConfigError that lists the problems found.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(argv):

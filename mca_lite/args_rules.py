@@ -84,7 +84,7 @@ _RUN = (
 
 
 def name_of_set(file: str) -> str:
-    """The name of a dataset in metrics, without folder and suffix: "math" for "data/math.jsonl"."""
+    """Usual name of a dataset in metrics, without folder and suffix: "a" for "data/a.jsonl"."""
     return Path(file).stem  # a folder may end with a slash
 
 

@@ -97,7 +97,7 @@ _RULES = (
 class Need(NamedTuple):
     """Keys that have no effect unless a condition holds.
 
-    keys: separated by spaces. condition: other keys' values, such as "optim=adam", written like one
+    keys: separated by spaces. condition: values of keys, such as "optim=adam", written like one
     of the conditions in Rule.when. setting: a line such as "bf16: true" that fulfils it.
     is_harmless: True if such keys only give a note; otherwise they are refused.
     """

@@ -291,8 +291,8 @@ class ArgumentGroup:
     """Base class for the dataclasses of configuration keys. The constructor casts every field to
     its type, applies the group's rules and raises the problems together in one ConfigError.
 
-    notes: lines for the user about values that were changed or have no effect. changed: the keys
-    that were set to another value than their default.
+    notes: lines for the user, for example about values without effect. changed: the keys that were
+    set to another value than their default.
     """
 
     def __post_init__(self) -> None:

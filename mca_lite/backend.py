@@ -201,7 +201,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def _gradients_for_weights(self) -> None:
         """Replace the data of each trained parameter by its gradient, reduced over ranks, in
-        float32, to export gradients like weights. Collective."""
+        float32, to export gradients like weights. May be collective."""
 
     @abc.abstractmethod
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -238,7 +238,7 @@ class Backend(abc.ABC):
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the context-parallel ranks, which share each row. May change `values`.
-        Collective. This base class has one such rank and returns `values`."""
+        Collective if there are several. This base class has one such rank and returns `values`."""
         return values
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -254,8 +254,8 @@ class Backend(abc.ABC):
         return 0
 
     def finish_param_sync(self) -> None:  # noqa: B027 - no gather is pending on one rank
-        """Run the all-gathers of updated weights that are still due, and wait for them. Collective.
-        In this base class there are none."""
+        """Run the all-gathers of updated weights that are still due, and wait for them. Collective
+        with overlap_param_gather. In this base class there are none."""
 
     def discard_gradients(self) -> None:
         """Drop the gradients that add_gradients() added. Collective if a reduction of them has
@@ -294,7 +294,7 @@ class Backend(abc.ABC):
         self, denominator: float | None, times: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(divisor, factor). divisor: what finish_gradients() returns for `denominator` and
-        `times`. factor: for gradients that were divided by the pending token count, so that they
+        `times`. factor: for gradients that were divided by the pending count, so that they
         end up divided by the divisor; None with denominator None and times 1. Resets the pending
         count, which add_gradients() sums up."""
         count = self.pending.float().clamp(min=1)
@@ -349,7 +349,7 @@ class Backend(abc.ABC):
         """Set the weight of the routers' balancing losses in the coming step, so that their mean
         over all micro-batches that are not padding alone is added to the objective.
 
-        A weight is needed because a schedule divides by the token count of all ranks, or averages
+        A weight is needed because a schedule divides by the loss count of all ranks, or averages
         over micro-batches and ranks. count_of_loss(micro-batch): the count that its loss is divided
         by. Collective over data parallel ranks if there are balancing losses.
         """
@@ -431,8 +431,8 @@ class Backend(abc.ABC):
         return self._export(folder, max_shard_size)
 
     def export_adapters(self, folder: os.PathLike[str]) -> list[str]:
-        """Write the adapters in PEFT's format -> names of this rank's files; without adapters
-        nothing -> []. Collective."""
+        """Write the adapters in PEFT's format -> names of this rank's files. Collective; without
+        adapters nothing is done -> []."""
         return self.finetuning.export_beside(self.model, folder)
 
     def export_merged(self, folder: os.PathLike[str], max_shard_size: str | int) -> None:

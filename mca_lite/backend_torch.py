@@ -473,8 +473,8 @@ class TorchBackend(Backend):
         """Run the backward pass of one micro-batch.
 
         With calculate_per_token_loss, its gradients are those of the summed loss, and
-        finish_gradients() divides them by the count of all tokens. Otherwise the loss is a mean
-        over tokens, divided by the number of micro-batches. Balancing losses are added, and fp16
+        finish_gradients() divides them by the count of the step. Otherwise the loss is divided by
+        its count and by the number of micro-batches. Balancing losses are added, and fp16
         multiplies the loss by its scale.
         """
         if not self.args.calculate_per_token_loss:
@@ -501,8 +501,8 @@ class TorchBackend(Backend):
         reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
-        """Turn gradients that DDP averaged over ranks into their sum over ranks, divided by the
-        token count of all ranks. tokens: this rank's count, summed in place. Collective."""
+        """Turn gradients averaged over ranks into their sum over ranks, divided by the count of all
+        ranks. tokens: this rank's count (of tokens or pairs), summed in place. Collective."""
         tokens = parallel.sum_over_all(tokens)
         if grads := self._gradients():
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))

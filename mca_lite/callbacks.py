@@ -77,7 +77,8 @@ class TrainerState:
     def load(cls, path: str | os.PathLike[str]) -> "TrainerState":
         """The state in a JSON file. Other keys, such as Hugging Face's Trainer writes, are ignored.
 
-        Raises OSError for a missing file, ValueError for other content.
+        Raises OSError for a missing file, ValueError if it is no JSON object with global_step, or a
+        value has another type.
         """
         found = {k: v for k, v in read_json(path).items() if k in cls.__dataclass_fields__}
         expect("global_step" in found, f"{path}: expected a JSON object with global_step")
@@ -113,8 +114,8 @@ def raise_flags(
 ) -> None:
     """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
     in `args`. Called after `state` has counted a step. At max_steps all three are set, except for a
-    strategy "no". end_of_epoch: True after an epoch's last step. Flags that are set already stay
-    set."""
+    strategy "no". end_of_epoch: True after the last step of an epoch or of the run. Flags that are
+    set already stay set."""
     last = state.is_over
 
     def is_time(strategy: str, interval: Any) -> bool:
@@ -135,10 +136,10 @@ class TrainerCallback:
 
     Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
     on_step_end, then on_log, on_evaluate and on_save; the evaluation after an epoch's last step,
-    which a callback can choose, may follow the save. Each gets as keywords: trainer, model,
-    optimizer, lr_scheduler, processing_class, train_dataloader and eval_dataloader. What is not
-    made yet is None, and so is eval_dataloader outside of a pass over evaluation or prediction
-    data.
+    which a callback can choose, may follow the save, and with async_save on_save may come in a
+    later step. Each gets as keywords: trainer, model, optimizer, lr_scheduler, processing_class,
+    train_dataloader and eval_dataloader. What is not made yet is None, and so is eval_dataloader
+    outside of a pass over evaluation or prediction data.
     """
 
     def on_init_end(

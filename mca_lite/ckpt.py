@@ -106,8 +106,8 @@ def _states(model: Any, optimizer: Any) -> NamedTensors:
 
 def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
     """Read the weights, and optionally the optimizer state, that a TorchSnapshot wrote, in place. A
-    parameter without any stored state gets none. Raises CheckpointError for another missing name,
-    or another shape."""
+    parameter without any stored state gets none. Raises CheckpointError for most other missing
+    names, or another shape."""
     read, _ = _reader(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
@@ -324,8 +324,8 @@ class Checkpoints:
 
         Raises CheckpointError for a checkpoint without optimizer state, or of a run with other
         data, another global batch size, objective or base model, other settings that decide the
-        optimizer's state, or settings of a part that is not installed. Other changed settings take
-        effect, and a line lists them."""
+        optimizer's state, or settings of a part that is not installed. A line lists most other
+        changed settings."""
         trainer = self.trainer
         record, state = read_records(folder)
         if not record["with_optimizer"]:
@@ -504,7 +504,8 @@ _KINDS = {  # the types of training.json's fields
 
 def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
     """A checkpoint's training.json as a dict, and its trainer_state.json as a TrainerState. Raises
-    CheckpointError for other content, or for counts that do not fit the manifest's step."""
+    CheckpointError if a file cannot be read, if a field of _KINDS or of the state has another type,
+    or if counts do not fit the manifest's step."""
     path = folder / TRAINING_NAME
     try:
         record = read_json(path)
@@ -610,7 +611,7 @@ def _ranking(settings: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
-    """The settings that may not change when a run is resumed, such as those that decide which
+    """Settings that may not change when a run is resumed, such as those that decide which
     optimizer state a checkpoint has. before: the settings in the checkpoint."""
     fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():

@@ -9,7 +9,7 @@
 
 Anything else with such a name (a symbolic link, a file) is not deleted.
 
-manifest.json is written last, with size and checksum of every other file:
+manifest.json is written after the files that it names, with size and checksum of each:
 
     format      the writer's FORMAT_VERSION (since 3 with dist/index.json); a reader refuses a newer
                 one than it knows
@@ -197,7 +197,7 @@ def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
-    """Write manifest.json, a checkpoint's last file. facts: backend, step, with_optimizer, model.
+    """Write manifest.json, after the files it names. facts: backend, step, with_optimizer, model.
     files: {name: entry_of(size, crc)}."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
     record["crc32"] = crc_of(record)

@@ -76,9 +76,9 @@ def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: in
     whatever layout wrote them.
 
     index: from read_index(). num_tokens: size of the vocabulary, whose padding depends on the
-    layout and is filled with 0. Raises many types of error for an index or file with other content,
-    or if the parts do not cover the rest exactly once. No code from files is run, and no file
-    outside the folder is opened."""
+    layout; padding that the files lack becomes 0. Raises many types of error if the index or an
+    archive does not fit, or if the parts do not cover the rest exactly once. No code from files is
+    run, and no file outside the folder is opened."""
     entry = index["tensors"][tensor.key]
     whole = tensor.data.detach().view(_sizes(tensor))
     shape = entry["shape"]
@@ -383,7 +383,7 @@ def _sharded(models: Any) -> dict[str, dict[str, Any]]:
 class _Holders(NamedTuple):
     """The ranks that hold the same shard of a parameter. group: these ranks. writer: the rank in
     the group that writes it to a checkpoint. pieces: {rank: (start, stop)}, the pieces of the flat
-    parameter by which a distributed optimizer shards its state; {} without one."""
+    parameter by which a distributed optimizer shards its state; {} if none does."""
 
     group: Any
     writer: int
@@ -527,7 +527,7 @@ def _optimizer_to_write(
     """{number: sharded tensor} of the optimizer states that this rank may write: of equal copies on
     tensor-parallel ranks, one is written. A distributed optimizer's pieces are joined first.
     tensors, holders: each parameter's sharded tensor and _Holders, by its id. copy: makes copies to
-    write, or None. Collective, parameter by parameter.
+    write, or None. With pieces, ranks send them, parameter by parameter: all must call it.
     """
     owned = {
         id(parameter): (inner, main, cut)
@@ -572,7 +572,7 @@ def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
 def _join(part: Any, parameter: Any, group: Any, writer: int, pieces: dict[str, Any]) -> Any:
     """Assemble one whole optimizer state of a parameter on the rank `writer` of `group` -> the
     state there; None on other ranks. part: this rank's piece, or None. pieces: {rank: (start,
-    stop)}, where the ranks' pieces lie in the flat parameter. Collective."""
+    stop)}, where the ranks' pieces lie in the flat parameter; they are sent to the writer."""
     me = group.rank()
     if me != writer:
         parallel.exchange({writer: part} if me in pieces else {}, {}, group)

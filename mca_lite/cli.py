@@ -261,7 +261,7 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
 
 class _Printable:
     """Wraps a text stream: write() replaces characters that are not printable by U+FFFD, except
-    newlines, tabs and carriage returns. Otherwise it behaves like `stream`."""
+    newlines, tabs and carriage returns. Other attributes are those of `stream`."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -167,9 +167,9 @@ class Collator:
     other inputs. A column is [b, s, ...] if it is per token, [b, most documents per row] if it is
     per document or sample, and concatenated over rows if it is for inputs other than text.
 
-    Raises ValueError for anything but samples, for unknown columns, for wrong values in columns of
-    tokens, documents and samples, and for a column that only some documents have, unless it is
-    attention_mask, registered, or of images and other inputs.
+    Raises ValueError for anything but samples, for most unknown columns, for wrong values in
+    columns of tokens, documents and samples, and for a column that only some documents have, unless
+    it is attention_mask, registered, or of images and other inputs.
     """
 
     def __init__(self, pad_token_id: int) -> None:
@@ -245,9 +245,10 @@ def check_batch(
     """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
     if they are absent, and without position_ids, harmless columns such as token_type_ids, and
     unknown columns without values. Raises ValueError for other unknown columns, for unread or
-    missing ones, wrong shapes, padding on the left, labels of padding, labels that look unshifted,
-    more than `limits` allow (ids are compared with the vocabulary on the CPU alone), and, unless
-    `packs`, for several documents in a row or position_ids other than 0, 1, 2, ....
+    missing ones, wrong shapes of input_ids, labels or attention_mask, padding on the left, labels
+    of padding, labels that look unshifted, more than `limits` allow (ids are compared with the
+    vocabulary on the CPU alone), and, unless `packs`, for several documents in a row or
+    position_ids other than 0, 1, 2, ....
 
     packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
     this package that the stage's loss does not read.
@@ -305,7 +306,7 @@ def check_batch(
 
 def _checked(name: str, column: Column, batch: Batch) -> torch.Tensor:
     """A registered column of a batch, or its default, expanded to [b, s] if it is per token,
-    otherwise to [b, most documents per row]. Raises ValueError if it has another shape."""
+    otherwise expanded or cut to [b, most documents per row]. Raises ValueError if that fails."""
     shape = list(batch["attention_mask"].shape)
     given = batch.get(name, column.default)
     try:

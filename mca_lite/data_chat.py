@@ -5,8 +5,8 @@ A chat template need not tell where it writes the answers. There are two ways to
 1. The template's {% generation %} marks.
 2. Without usable marks, an answer is replaced by a marker and the conversation is rendered again.
 The real conversation must have the text before and after the marker too, so the answer is between
-them. It ends with the end-of-turn token. It begins after the prompt used at inference, if that is
-found, so thinking before the marker counts as part of the answer.
+them. It ends with the end-of-turn token, if there is one. It begins after the prompt used at
+inference, if that is found, so thinking before the marker counts as part of the answer.
 
 Thinking and tools are written as text if a template has no place for them.
 """
@@ -352,9 +352,9 @@ class ChatRenderer:
         return self._render(messages, prompt=True)
 
     def _check_whole(self, messages: list[Message]) -> None:
-        """Raise ValueError if the template leaves out a message or a tool call. For this check
-        texts (an answer's without its thinking) and the names of calls are replaced by marks, which
-        the rendered conversation must contain (or the call's id); nothing is checked if the
+        """Raise ValueError if the template leaves out a message's text or a tool call. For this
+        check texts (an answer's without its thinking) and the names of calls are replaced by marks,
+        which the rendered conversation must contain (or the call's id); nothing is checked if the
         template refuses the marks."""
         marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
@@ -594,9 +594,8 @@ class ChatRenderer:
         return []
 
     def _around_marker(self, messages: list[Message], number: int) -> tuple[str, str]:
-        """Render `messages` with a marker in place of the answer at index `number`, or of the name
-        of its first function call -> the text before and after the marker. The answer's thinking is
-        kept."""
+        """Render `messages` with a marker in place of the text of message `number`, or of the name
+        of its first function call -> the text before and after the marker. Its thinking is kept."""
         message = messages[number]
         name = ""
         if calls := message.get("tool_calls"):
@@ -715,7 +714,7 @@ def _thinking_key(template: str) -> str:
 def _with_known_keys(message: Message, template: str) -> dict[str, Any]:
     """A copy of the message with its thinking (reasoning text) under the key that the chat template
     reads, or "reasoning_content" if the template reads none. Raises ValueError for a second,
-    different thinking text, and for keys that neither this package nor the template reads."""
+    different thinking text, and for unknown keys that the template does not read."""
     message = dict(message)
     name = _thinking_key(template) or _THINKING_KEYS[0]
     for key in sorted(message.keys() - _KNOWN_KEYS - {name}):
@@ -744,7 +743,8 @@ def _for_template(
     If it reads no thinking, thinking goes before the answer, in <think></think>. If there are tools
     or calls and it does not take them, all are written as Qwen does: tool descriptions end the
     system message, or begin the first question if there is no system message; a call is JSON in
-    <tool_call></tool_call>; a tool's result is a user message in <tool_response></tool_response>.
+    <tool_call></tool_call>; a tool's result goes into a user message, in
+    <tool_response></tool_response>.
     """
     if not _thinking_key(template):
         messages = [_with_thinking_as_text(message) for message in messages]

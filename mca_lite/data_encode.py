@@ -593,7 +593,7 @@ checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked 
 def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
     """A dataset's token-cache shard: from the cache, or tokenised now by one of the processes that
     share cache_dir (one per machine if their file system has no common locks), while the others
-    wait. Raises ValueError in every calling process for unusable input, or if cache_dir cannot be
+    wait. Raises ValueError in every calling process for unusable input, or if a shard cannot be
     written.
 
     A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a

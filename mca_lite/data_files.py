@@ -285,8 +285,8 @@ def read_records(
     kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable line is
     yielded as its ValueError, not raised. cursor: where to begin; it is moved in place with each
     record. Files of lines are sought by bytes; other files, and compressed ones, are read again up
-    to there. Raises ValueError for invalid UTF-8, JSON, gzip or parquet, with the line's place or
-    the file, and for parquet if pyarrow is missing.
+    to there. Raises ValueError for invalid UTF-8, usually for invalid JSON, gzip or parquet, with
+    the line's place or the file, and for parquet if pyarrow is missing.
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
@@ -370,8 +370,8 @@ _READERS = {"a list": _read_list, ".parquet": _read_parquet}
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError that names `where` for invalid JSON, and for
-    half of a surrogate pair, which cannot be written as UTF-8."""
+    """The value of a JSON text. Raises ValueError that names `where` if Python cannot read it, and
+    for half of a surrogate pair, which cannot be written as UTF-8."""
     try:
         value = json.loads(text)
     except RecursionError:

@@ -56,8 +56,8 @@ def column_values(
 ) -> dict[str, float]:
     """{column: value} for a record: from the record's field, otherwise from its dataset. Columns
     left to their default are absent. of_dataset: from dataset_columns. Raises ValueError for a
-    value that is not a finite number, for a missing field that the dataset names, and for a
-    negative or boolean pair weight."""
+    number that is not finite, for a missing field that the dataset names, and for a negative or
+    boolean pair weight."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -443,7 +443,7 @@ def _text_column(spec: DatasetSpec) -> str:
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
     """A record's text: the declared text or prompt column, else "text", with the query column on a
     line below if dataset_info.json declares one. A record that is a text is returned as it is.
-    Raises ValueError if the column is missing, and for a record with images, videos or audio."""
+    Raises ValueError if the column is missing, and for inputs that TEXT.values_of() finds."""
     if isinstance(record, str):
         return record
     get_column(record, "", where, object, required=False)  # refuses anything but an object
@@ -590,8 +590,8 @@ def _template_options(record: Any, where: str) -> dict[str, Any]:
 
 
 def _refuse_other_kinds(record: dict[str, Any], has_opinions: bool, where: str) -> None:
-    """Raise ValueError for a record that labels its answer as good or bad, unless the stage reads
-    labels or pairs (has_opinions): otherwise bad answers would be trained too."""
+    """Raise ValueError for a record with a label true or false (in kto_tag also a number), unless
+    the stage reads labels or pairs (has_opinions): otherwise bad answers would be trained too."""
     for column in () if has_opinions else _LABELS:
         # under TRL's name a number may be a class
         kinds = bool if column == "label" else (bool, int, float)

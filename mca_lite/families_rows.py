@@ -163,8 +163,8 @@ def moe_rows(
     bias_of: str = "gate.",
 ) -> Iterator[Row]:
     """Yield the rows of a layer's router and routed experts, with separate Hugging Face tensors for
-    each expert's gate, up and down. bias_of: the prefix of the router's bias. The other arguments
-    are Hugging Face's names of modules; hf is their common prefix."""
+    each expert's gate, up and down. bias_of: the prefix of e_score_correction_bias. The other
+    arguments are Hugging Face's names of modules; hf is their common prefix."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"

@@ -42,7 +42,7 @@ class Finetuning:
     to False.
 
     The argument `model` of methods is VirtualModels or a transformers model; place() sets its
-    attribute `finetuning` to this object.
+    attribute `finetuning`.
     """
 
     kind = "full"  # the value of finetuning_type, for rules between keys
@@ -166,8 +166,8 @@ class Finetuning:
         return chunk.sharded_state_dict()
 
     def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
-        """Raise ValueError if a checkpoint's folder was written by another kind of finetuning. This
-        base class trains whole weights and refuses a folder with adapters."""
+        """Raise ValueError if a checkpoint's folder does not fit this kind of finetuning. This base
+        class trains whole weights and refuses a folder with adapters."""
         if (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
             raise ValueError(
                 f"{folder} holds adapters, and this run has none: set finetuning_type: lora, or "
@@ -224,8 +224,8 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
     """Index of the first decoder layer that may need a backward pass, judged by the trained
-    modules' names; num_layers if none does. A module outside the layers counts as before the first
-    layer, but after the last one if its name ends in ".norm", "lm_head" or "score".
+    modules' names; num_layers if none does. A name without "layers.N" counts as before the first
+    layer, but after the last one if it ends in ".norm", "lm_head" or "score".
     """
     # other modules come after the layers, or feed the first one
     ends = (".norm", "lm_head", "score")

@@ -96,8 +96,9 @@ class MegatronHost:
             yield key, view, stacked(view).requires_grad
 
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
-        """Make the weights whose Weight.key is in `trained` trainable, and freeze all other
-        weights. Keys of buffers, such as a router's bias, have no effect, nor has dtype."""
+        """Make the weights whose Weight.key is in `trained` trainable, with all experts in one
+        tensor with them, and freeze all other weights. Keys of buffers, such as a router's bias,
+        have no effect, nor has dtype."""
         self.models.requires_grad_(False)
         for key, view in own_parameters(self.models).items():
             parameter = stacked(view)
@@ -106,8 +107,8 @@ class MegatronHost:
 
     def read(self, keys: Collection[str]) -> NamedTensors:
         """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these Weight.keys,
-        on global rank 0 only. All ranks must iterate to the end. Collective: see iter_hf_tensors().
-        """
+        on global rank 0 only. A tied head is left out. All ranks must iterate to the end.
+        Collective: see iter_hf_tensors()."""
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:

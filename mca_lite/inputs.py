@@ -37,7 +37,7 @@ BLOCKS = ("image", "image_url", "video", "video_url", "audio", "audio_url")
 
 class Media:
     """Handles inputs other than text (images, videos, audio) while records are read and tokenised.
-    This base class is for text models: it refuses records with such inputs. Picklable.
+    This base class is for text models: it takes no such inputs. Picklable.
 
     block: the text that stands for an image in a conversation. token_ids: the placeholder tokens.
     kinds: types that a value in the column `image` may have. is_read: False on a rank that does not
@@ -95,10 +95,10 @@ class Media:
         inputs, in order.
 
         An input is a message block, or a mark in a message's text. If it has no value of its own,
-        it takes the next value in of_columns. may_lead: if there are no marks, put the inputs
-        before the first question, as TRL does. Raises ValueError if values and places for them
-        differ in number. This base class takes marks as text, returns (), and raises ValueError if
-        there is a value or a message block."""
+        it takes the next value in of_columns. may_lead: if there are no marks or blocks, put the
+        inputs before the first question, as TRL does. Raises ValueError if values and places for
+        them differ in number. This base class takes marks as text, returns (), and raises
+        ValueError if there is a value or a message block."""
         of_blocks = [message.pop("media", None) for message in messages]
         reason = "the model reads text: its config.json has no vision_config with "
         reason += "vision_start_token_id, image_token_id, vision_end_token_id"

@@ -121,8 +121,7 @@ def _compile_both_passes(graph: Any, inputs: Any) -> Any:
 def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
     """Decorate a function of tensors and constants to run under torch.compile if its first argument
     is on a GPU and compilation is on and works. If this function fails to compile, it runs
-    uncompiled from then on, with a warning. dynamic: torch.compile's; False compiles it anew for
-    each shape."""
+    uncompiled from then on, with a warning. dynamic: torch.compile's."""
     fast = None
 
     @functools.wraps(function)

@@ -124,7 +124,7 @@ METRICS = (
 def metric_of(key: str) -> Metric:
     """The row of METRICS for a key of the log; for an unknown key a new row, whose name and chart
     are the key without eval_. An evaluation's key (eval_loss, eval_<dataset>_loss) has the row of
-    the training key, and the loss of a dataset (loss/<dataset>) the chart of the loss."""
+    the key that it ends in, and the loss of a dataset (loss/<dataset>) the chart of the loss."""
     name = key.removeprefix("eval_")
     if name.startswith("loss/"):
         return Metric(name, name, chart=_LOSS)

@@ -1,4 +1,4 @@
-"""The names of megatron-core that this package uses, imported once the CPU settings are made.
+"""Names of megatron-core that this package uses, imported once the CPU settings are made.
 
 Some settings (TORCHDYNAMO_DISABLE) must be made before megatron-core is imported, and its import
 warns about packages that local layers do not need. So modules import these names from here:

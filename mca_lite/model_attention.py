@@ -420,7 +420,7 @@ def _packed_kernel() -> tuple[Callable[..., Any], bool]:
 
 def recomputes(config: TransformerConfig, module: str) -> bool:
     """True if `module`, such as "core_attn" or "mlp", is in recompute_modules and
-    recompute_granularity is selective: it is recomputed in the backward pass."""
+    recompute_granularity is selective."""
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
@@ -583,8 +583,8 @@ class CoreAttention(Sharded, RowModule):
 
     def _suits_rows(self, layout: RowLayout) -> bool:
         """True if the packed documents can be computed as rows of a batch: all have one length,
-        none is longer than the sliding window, and there are no sinks. cuDNN's kernel for batches
-        is faster than the varlen kernel."""
+        none is longer than the sliding window, and there are no sinks and no context parallelism.
+        cuDNN's kernel for batches is faster than the varlen kernel."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and is_wide and self.sinks is None
 

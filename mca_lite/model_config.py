@@ -100,9 +100,10 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """The class name and the fields whose JSON value differs from their default's. Left out are
-        fields in _DERIVED, such as params_dtype, and those of CUDA graphs. A value without a JSON
-        form, such as a function that is not in ACTIVATIONS, counts as null."""
+        """The class name and the fields whose JSON value differs from their default's; that of a
+        default_factory counts as null. Left out are fields in _DERIVED, such as params_dtype, and
+        those of CUDA graphs. A value without a JSON form, such as a function that is not in
+        ACTIVATIONS, counts as null."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -128,7 +129,7 @@ class PretrainedConfig:
     ) -> "McaModelConfig":
         """Read an mca_config.json. If `args` is given, its layout and the other model keys that it
         sets replace the saved ones. fp8 settings are not read: each run chooses them. ValueError
-        for a damaged file, an unknown class or unknown fields."""
+        for invalid JSON, an unknown class or unknown fields."""
         # fp8 is a choice of each run, and needs a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
@@ -463,7 +464,7 @@ class AutoConfig:
 
         values: the contents of config.json, if it was read before. value_head: if True, add one
         (see add_value_head). ValueError if config.json has an unsupported feature, or if
-        mca_config.json is damaged.
+        mca_config.json cannot be used.
         """
         folder = Path(model_name_or_path)
         if read_mca_config(folder):

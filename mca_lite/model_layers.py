@@ -147,7 +147,7 @@ class Layer(MegatronModule):
 
         padding_mask: bool [b, s] (or [b, s / tp]), True for padding; only the router of a MoE layer
         uses it. ends_unit: the layer is the last of a recomputed unit, so that nobody reads the
-        values of its output in the recomputation: its last matmul is then left out.
+        values of its output in the recomputation: its last matmul may then be left out.
         of_attention: packed_seq_params and other keywords of the attention module.
         """
         normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
@@ -199,8 +199,8 @@ class Layer(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """{name: ShardedTensor or another of megatron's sharded objects} of the layer. Its norms
-        get the names of norms inside Transformer Engine's linears (Layer.names), so that both
-        implementations read the same checkpoint."""
+        before attention and MLP get the names of norms inside Transformer Engine's linears
+        (Layer.names), so that both implementations read the same checkpoint."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
         return state

@@ -151,7 +151,8 @@ class ColumnLinear(_Linear, ColumnParallelLinear):
     """A linear whose outputs are sharded over tp_group: [s, b, h], or [s / tp, b, h] under sequence
     parallelism -> [s, b, n / tp].
 
-    Collectives over tp_group: in backward; under sequence parallelism in forward too.
+    Collectives over tp_group, if Way.of() gives it: in backward; under sequence parallelism in
+    forward too.
     """
 
     tp_product = ColumnProduct
@@ -161,7 +162,8 @@ class RowLinear(_Linear, RowParallelLinear):
     """A linear whose inputs are sharded over tp_group: [s, b, k / tp] -> [s, b, n], or [s / tp, b,
     n] under sequence parallelism.
 
-    Collectives over tp_group: in forward; under sequence parallelism in backward too.
+    Collectives over tp_group, if Way.of() gives it: in forward, except in zeros_from(); under
+    sequence parallelism in backward too.
     """
 
     tp_product = RowProduct
@@ -187,7 +189,7 @@ def experts_product(
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
     """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale *
     hidden A^T for all tokens of the sequence, B [V / tp, r]); None if there is no enabled adapter.
-    Collective under sequence parallelism."""
+    With one, collective under sequence parallelism."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 

@@ -228,7 +228,7 @@ def make_deterministic() -> None:
     versions. torch's flash attention sums its gradients in order; cuDNN's attention is not used
     (model_attention.py); cuBLAS has a fixed workspace; NCCL uses Ring and Tree unless NCCL_ALGO is
     set; torch.compile does not choose kernels by timing (cpu.py). This package's Triton kernels add
-    in a fixed order. ValueError if NCCL_ALGO names NVLS, which adds in the order of arrival.
+    in a fixed order. ValueError if NCCL_ALGO asks for NVLS, which adds in the order of arrival.
     """
     algorithms = os.environ.setdefault("NCCL_ALGO", "Ring,Tree")
     if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):

@@ -51,10 +51,10 @@ class Audio(Picture):
 
 
 def read_sound(audio: Audio, where: str, frames: bool = True) -> tuple[np.ndarray, int, int]:
-    """Read an audio file -> (waveform float32 [n], the mean of its channels; n as the header says;
-    sampling rate in Hz). frames: if False, only the header is read, and the waveform is empty.
-    ValueError, naming `where`, for a file that cannot be read, or that needs soundfile if soundfile
-    is missing."""
+    """Read an audio file -> (waveform float32 [n], the mean of its channels; its length as the
+    header says; sampling rate in Hz). frames: if False, only the header is read, and the waveform
+    is empty. ValueError, naming `where`, for a file that cannot be read, or that needs soundfile if
+    soundfile is missing."""
     file: Any = audio.path if audio.data is None else io.BytesIO(audio.data)
     try:
         with wave.open(file) as sound:

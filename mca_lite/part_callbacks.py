@@ -67,8 +67,8 @@ class EarlyStopping(TrainerCallback):
 
 class Profiler(TrainerCallback):
     """Profiles steps `first` to `last` of the run, counted from 1, as far as this process makes
-    them. After the last, or when training ends before it, each rank writes its trace to
-    output_dir/profile."""
+    them. After the last, or at the end of train() (not after a signal or an error) if that comes
+    first, each rank writes its trace to output_dir/profile."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first = first

@@ -92,7 +92,8 @@ class EachDataset(TrainerCallback):
         micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
 
         labels, losses: trainer.terms, of tokens [b, s] or of samples [n]. labels: int64 with
-        IGNORE_INDEX where a loss does not count (or part_mtp.Targets), or a mask of those that do.
+        IGNORE_INDEX where a loss does not count, or a mask of those that do; or part_mtp.Targets,
+        with losses [b, s, 1 + layers].
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels

@@ -404,7 +404,7 @@ class Convolution(Sharded):
 class GatedNorm(torch.nn.Module):
     """RMS norm over each head [..., v], times silu(gate). Tensor-parallel ranks have different
     heads and the same weight, so its gradient is summed over them: in backward, one all-reduce over
-    tp_group if it has several ranks."""
+    tp_group if it has several ranks and the weight is trained."""
 
     def __init__(
         self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup

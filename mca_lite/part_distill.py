@@ -15,7 +15,7 @@ in a chunk.
                  (Agarwal et al., On-Policy Distillation of Language Models, 2024)
 
 If vocabulary sizes differ, models are compared on their common ids, over which p and q are
-normalised. A cached row has the teacher's k likeliest tokens; all other tokens count as one event,
+normalised. A cached row has the teacher's k likeliest of them; all other tokens count as one event,
 so D compares k + 1 events with their probabilities at T. Up to the rounding of stored values, this
 D is 0 where q is right about these tokens and about the others' total, never above D over V, and
 equal to it for k = V. Without the extra event, or with p and q normalised over k tokens, the

@@ -10,8 +10,7 @@ divergence; b the teacher's share in m = b p + (1 - b) q. Gradients with respect
     jsd          (1 - b) q (log(q / m) - sum q log(q / m))
 
 With tensor parallelism each rank has its columns of both models, and sums run over all ranks. A
-cached teacher compares events: its k tokens, and all other tokens as one event. Each column belongs
-to an event.
+cached teacher compares events: its k tokens, and the rest of the common vocabulary as one.
 """
 
 from typing import Any, NamedTuple
@@ -317,7 +316,7 @@ class _Beside(torch.autograd.Function):
 
 class _Events(torch.autograd.Function):
     """Student logits [n, V / tp] and a teacher's tokens [n, k] -> (log-probabilities [n, k + 1] at
-    the temperature, of these tokens and of all other tokens together; cross entropy [n]).
+    the temperature, of these tokens and of the rest of the common vocabulary; cross entropy [n]).
     Gradients for the logits. Forward is collective over the tensor-parallel group."""
 
     @staticmethod
@@ -377,7 +376,7 @@ def log_probs_of_events(
     logits: Logits, common: Logits, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the student's log-probabilities [n, k + 1] at the temperature, of the tokens [n, k] and of
-    all other tokens together; cross entropy [n]), by Triton kernels. If k is the whole vocabulary,
+    the rest of the common vocabulary; cross entropy [n]), by Triton kernels. If there is no rest,
     the first is [n, k]. Collective over the tensor-parallel group.
 
     logits: the student's. common: the student's logits for token ids that both models have.

@@ -7,9 +7,9 @@
                             token losses -> log-probabilities of answers -> loss and 8 metrics
 
 part_dpo_losses has the formulas. The loss is the mean over the pairs of the global batch, in every
-layout. A cached reference is the model before training: its log-probabilities are computed once,
-and stored on disk if there is a cache_dir. Letters: P pairs in a micro-batch, without fillers; s
-positions.
+layout. A cached reference is the model before training, without adapters: its log-probabilities
+are computed once, and stored on disk if there is a cache_dir. Letters: P pairs in a micro-batch,
+without fillers; s positions.
 """
 
 import functools
@@ -100,8 +100,8 @@ class DPOConfig(ReferenceConfig):
 
     pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of names; it becomes a list.
     pref_loss_weights: a weight per loss; None: 1.
-    beta: factor on log-ratios to the reference, or without one on log-probabilities; in ORPO the
-    weight of the odds ratio.
+    beta: usually a factor on log-ratios to the reference, or without one on log-probabilities; in
+    ORPO the weight of the odds ratio.
     label_smoothing: assumed share of pairs whose answers are swapped.
     ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
     use_weighting: the configuration keys of the same names.
@@ -689,9 +689,9 @@ class DPOTrainer(ScoredTrainer):
         return {"reference": hash_of(facts)}
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with the log-probabilities of a cached reference, which are computed now if
-        they are not stored. Collective; ValueError if the model has been trained already. With
-        another reference, or if the samples have them, the samples unchanged.
+        """The samples unchanged, with a reference that is not cached, or if they have its
+        log-probabilities. Otherwise the samples with these, computed now if they are not stored:
+        collective; ValueError if the model has been trained already.
         """
         if self.reference != "cached" or isinstance(samples, WithReference):
             return samples

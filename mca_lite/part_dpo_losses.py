@@ -25,10 +25,10 @@ class Responses(NamedTuple):
     """Inputs of a preference loss for P pairs of answers, each [P] except of_batch.
 
     chosen, rejected: the policy's log-probabilities of the answers, as weighted by ld_alpha.
-    chosen_lens, rejected_lens: the answers' numbers of trained tokens.
-    reference_chosen, reference_rejected: log-probabilities under the reference; None for losses
-    without one.
-    whole_chosen: `chosen` without ld_alpha; None for losses that do not read it.
+    chosen_lens, rejected_lens: the answers' numbers of trained tokens; may be None for losses that
+    do not read them, as may the next three.
+    reference_chosen, reference_rejected: log-probabilities under the reference.
+    whole_chosen: `chosen` without ld_alpha.
     margin: the pairs' column pair_margin, or None.
     of_batch: two numbers about the global batch for each loss that needs some: [P, 2] in a formula,
     [P, 2 n] for n such losses; None without one.

@@ -211,8 +211,8 @@ class KTOTrainer(DPOTrainer):
     # -- data
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with mismatched documents and, for a cached reference, its log-probabilities.
-        Collective.
+        """The samples with mismatched documents; for a cached reference also with its
+        log-probabilities, and then collective.
         """
         return super()._prepare_samples(self._paired(samples))
 

@@ -245,9 +245,9 @@ class Unit:
             self.is_again = True
 
     def hold(self, tensor: torch.Tensor) -> Any:
-        """Offload a tensor to host memory -> the Offloaded. Returns the tensor itself if offloading
-        is off, if the tensor cannot be offloaded, or if host memory is full. The tensors that this
-        unit and the one made before it offloaded last leave the device now."""
+        """Offload a tensor to host memory -> the Offloaded; the tensors that this unit and the one
+        made before it offloaded last leave the device now. Returns the tensor itself if offloading
+        is off, if the tensor cannot be offloaded, or if host memory is full."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
@@ -372,7 +372,7 @@ class Tiles(torch.autograd.Function):
 
     Backward runs each tile again, so that one tile's activations are in memory at a time. Gradients
     of weights are summed over tiles in float32, or by the linear itself in main_grad. Collectives:
-    those of `run`, for each tile, in both passes; the ranks of its groups need the same t.
+    those of `run`, for each tile; the ranks of its groups need the same t.
     """
 
     @staticmethod

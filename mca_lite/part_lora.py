@@ -47,8 +47,8 @@ class Lora(Finetuning):
     """Finetuning with LoRA adapters beside frozen weights.
 
     spec: the LoraSpec; after plan() it names the modules with adapters. source: tensors of a saved
-    adapter to train further; None: fresh adapters. merges: the run also exports the merged model at
-    its end.
+    adapter for place() to load; None: fresh adapters. merges: the run also exports the merged model
+    at its end.
     """
 
     kind = "lora"
@@ -120,9 +120,8 @@ class Lora(Finetuning):
     @classmethod
     def take_new_tokens(cls, arguments: Any) -> str:
         """For a run that adds tokens: set the key modules_to_save to the modules with a row per
-        token (embed_tokens, and lm_head if the model gives logits), because LoRA alone would leave
-        the new tokens' rows untrained. Returns text for the report; "" if modules_to_save or
-        adapter_name_or_path is given, and nothing changes.
+        token (embed_tokens, and lm_head if the model gives logits). Returns text for the report; ""
+        if modules_to_save or adapter_name_or_path is given, and nothing changes.
         """
         keys = arguments.parts["lora"]
         if keys.modules_to_save or keys.adapter_name_or_path:
@@ -261,9 +260,9 @@ def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torc
     Adapters start with PEFT's default distributions. Their values are drawn from `seed` and their
     names, so they are the same in every parallel layout and on both backends. Call inject after
     loading weights and before making a trainer.
-    spec: if it has no `modules` yet, they are planned first. dtype: for a transformers model's
-    frozen weights. No collectives. ConfigError for adapters that this model cannot have; ValueError
-    if the model already has adapters.
+    spec: if it has no `modules` yet, they are planned first, with ConfigError for adapters that
+    this model cannot have. dtype: for a transformers model's frozen weights. No collectives.
+    ValueError if the model already has adapters.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")

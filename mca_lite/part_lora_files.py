@@ -151,7 +151,8 @@ def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSp
     of the adapted modules, without stacked experts; its tensors, read when needed).
 
     dropout: replaces the adapter's dropout; None keeps it. ConfigError if the folder has no
-    adapter_config.json or asks for unsupported features; ValueError for a damaged file.
+    adapter_config.json or asks for unsupported features; ValueError for weights that are missing
+    or without a readable header, and for a config that is no JSON object.
     """
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
@@ -216,9 +217,9 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(model: Any, folder: PathLike) -> list[str]:
-    """Write a model's adapters into a folder as PEFT does, with the base model's processor files,
-    if it has any. Returns the file names on global rank 0, [] on other ranks. Collective. OSError,
-    on every rank, if writing fails.
+    """Write a model's adapters into a folder as PEFT does, with the processor files of the base
+    model's folder, if it has any. Returns the file names on global rank 0, [] on other ranks.
+    Collective. OSError, on every rank, if writing fails.
     """
     folder = Path(folder)
     tensors = trained_tensors(model)

@@ -284,11 +284,11 @@ class LoraAdapter(Adapter):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """The adapter's output scale * B A x for the linear's input x. It has the shape of the
-        linear's output, and is float32 (in x's dtype if in_half, in autocast's under autocast).
+        linear's output, and A's dtype (x's if in_half, autocast's under autocast).
 
         weight: the linear's matrix, given if adds_in_product; then the result is W x + scale * B A
-        x in x's dtype. Collective over the group if the linear is sharded, in the forward pass, the
-        backward pass or both.
+        x in x's dtype, or zeros inside zeros_from(). Collective over the group if the linear is
+        sharded, in the forward pass, the backward pass or both.
         """
         if weight is not None:
             return self._product(x, weight)
@@ -316,8 +316,9 @@ class LoraAdapter(Adapter):
         return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """W x + scale * B A x in one matmul, summed over the group if the linear is row-sharded.
-        Collective over the group if the linear is sharded.
+        """W x + scale * B A x in one matmul, or zeros inside zeros_from(); summed over the group if
+        the linear is row-sharded. Collective over the group if the linear is sharded, in the
+        forward pass, the backward pass or both.
 
         If the linear is sharded, one of A and B is sharded and the other is the same on each rank:
         its gradient is summed over the group here, or under sequence parallelism by megatron.
@@ -345,7 +346,8 @@ class LoraAdapter(Adapter):
 
         For a row-sharded linear it is summed over the group (under sequence parallelism each rank
         gets its part of the sequence). For a column-sharded linear under sequence parallelism it
-        covers the whole sequence. Collective over the group if the linear is sharded.
+        covers the whole sequence. Collective over the group if the linear is sharded, in the
+        forward pass, the backward pass or both.
         """
         # without sequence parallelism all ranks of a group have the same x, unless the linear is
         # sharded by rows
@@ -412,8 +414,8 @@ class LoraEmbedding(Adapter):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The adapter's output, which the caller adds to the embedding's: tokens [b, s] -> [b, s,
-        h], or [s / tp, b, h] under sequence parallelism; float32 outside of autocast. Collective if
-        the tensor-parallel group has several ranks.
+        h], or [s / tp, b, h] under sequence parallelism; A's dtype outside of autocast. Collective
+        if the tensor-parallel group has several ranks.
         """
         table = self.lora_embedding_A.t()
         if self.tp == 1:
@@ -533,7 +535,8 @@ class LoraExperts(Adapter):
         weight: torch.Tensor,
         multiply: Callable[..., Any],
     ) -> torch.Tensor:
-        """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype.
+        """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype;
+        inside zeros_from() it may be zeros.
 
         projections: those in weight [n, ..., in], such as ("gate", "up"). multiply: see
         AdaptedExperts. The backward pass is collective over the expert-tensor-parallel group if

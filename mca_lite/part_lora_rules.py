@@ -43,7 +43,7 @@ _PLAIN |= {
 
 
 def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> None:
-    """Add Problems to `judge` for settings in a PEFT adapter_config.json that are not supported,
+    """Add Problems to `judge` for features of _PLAIN that a PEFT adapter_config.json turns on,
     such as DoRA, for an r, lora_alpha, lora_dropout or modules_to_save of a wrong type, and for
     invalid target_parameters or patterns. path: the file, for messages.
     """

@@ -201,9 +201,7 @@ class _Unusable(Exception):
 
 def upright_size(image: Any) -> tuple[int, int]:
     """(height, width) of an image as displayed, from its header. Raises _Unusable for an image that
-    is too large, has several frames, or that Pillow opens in a mode of more than 8 bits per
-    channel.
-    """
+    is too large, has several frames (except MPO), or more than 8 bits a channel in Pillow."""
     from PIL import Image
 
     width, height = image.size

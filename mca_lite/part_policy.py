@@ -186,14 +186,15 @@ class Policy:
     otherwise.
     constant: tokens per answer in dr_grpo's divisor.
     kl_coef: weight of the KL penalty. kl: its estimator, k1, k2 or k3. kl_unbiased: multiply it by
-    the token's r. entropy_coef: weight of the entropy bonus. temperature: divides the logits.
-    teacher_coef: weight of the teacher's log-ratio in opd. off_policy_max: drop terms with A < 0 in
-    samples whose mean of old - new log-probability is larger.
+    the token's r. entropy_coef: weight of the entropy bonus. temperature: divides the logits unless
+    samples have a column of it. teacher_coef: weight of the teacher's log-ratio in opd.
+    off_policy_max: drop terms with A < 0 in samples whose mean of old - new log-probability is
+    larger.
 
     Metrics are means over trained tokens: ratio; clipped, the share whose gradient PPO's clipping
     would remove; kl, if samples have ref_logp; entropy, with entropy_coef or with_entropy. reward,
     if samples have it, is a mean over samples. ValueError if a parameter is out of range, or one
-    that this loss needs is missing.
+    that cispo or dr_grpo needs is missing.
     """
 
     name: str

@@ -187,7 +187,7 @@ def _of_tokens(
     them becomes NaN.
 
     start: index of the answer's first token, if known. ValueError for another number of values, or
-    for values that are no numbers.
+    for values that NumPy cannot convert.
     """
     given = get_column(record, name, where, (list, int, float), required=False)
     if given is None:

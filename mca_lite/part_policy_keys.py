@@ -24,9 +24,10 @@ class PolicyArguments(ArgumentGroup):
 
     In the keys' help texts: the ratio is exp(new - old log-probability) of a token, or for gspo of
     a whole answer (by the mean per token). The advantage is a column of the data; if it is missing,
-    it is computed from the rewards of a group of answers. The reference of the KL penalty is the
-    column ref_logprobs; if it is missing, the model before training, or for adapters without
-    modules_to_save their base model. "opd" is on-policy distillation from a teacher.
+    it is computed from the rewards of a group of answers, or for opd 0. The reference of the KL
+    penalty is the column ref_logprobs; if it is missing, the model before training, or for adapters
+    without modules_to_save their base model. For a stream nothing is computed. "opd" is on-policy
+    distillation from a teacher.
     """
 
     policy_loss: str | None = optional(

@@ -270,7 +270,7 @@ class Computed(View):
     """A view of rollouts with the columns which PolicyTrainer has computed, and without `group`.
     With sampler_correction, old_logp is replaced. advantages: float64 [samples]; None: the samples
     have advantages, or the loss needs none. columns: the first sample's SESSION_COLUMNS; reading a
-    sample with other columns raises ValueError."""
+    sample with others raises ValueError."""
 
     advantages: np.ndarray | None = None
     rows: np.ndarray | None = None

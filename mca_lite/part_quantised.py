@@ -180,7 +180,7 @@ class Quantised(torch.Tensor):
     """A frozen weight [.., k] in a quantised format, with codes and scales from quantise(). Its
     dtype is that to which the values are rounded when dequantised.
 
-    detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises
+    detach, select along axis 0, and view of the leading axes share its memory; copy_ quantises
     plain values; other in-place operators raise NotImplementedError. Other operators get the
     dequantised weight, whole(), except that a copy to the meta device has no values.
     """

@@ -1,7 +1,7 @@
 """Files with bitsandbytes' NF4 weights, read as float32. A weight X [n, k] is stored as
 
     X                      uint8 [n k / 2, 1]; the upper half of a byte is the first of two codes
-    X.absmax               scales for blocks of 64 in the flat weight: float32, or codes (nested)
+    X.absmax               scales for blocks in the flat weight: float32, or codes (nested)
     X.quant_map            float32 [16], the value of each code
     X.nested_absmax, X.nested_quant_map   for nested scales: map[code] * nested_absmax + offset
     X.quant_state.bitsandbytes__nf4       JSON: shape, block sizes, the offset

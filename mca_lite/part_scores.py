@@ -189,8 +189,8 @@ class RowStore:
         identity from disk. Returns the store. A folder without a readable meta.json in the present
         format counts as empty.
 
-        report: called with a line about damage. ValueError if the rows belong to another model,
-        other data or other keys.
+        report: called with a line about damage. ValueError if a fact in `identity` that has a name
+        in _WORDS differs on disk.
         """
         if self.folder is None or not (self.folder / META_NAME).is_file():
             return self
@@ -335,7 +335,7 @@ class ScoredTrainer(McaTrainer):
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
         """Hook: facts that identify the model whose scores are cached, such as the hashes of its
-        files: a cache of another model is not used. cache_dir: folder that keeps file hashes.
+        files. cache_dir: folder that keeps file hashes.
         """
         raise NotImplementedError  # DPOTrainer describes a reference, DistillTrainer a teacher
 
@@ -350,7 +350,7 @@ class ScoredTrainer(McaTrainer):
 
     def _stored(self, samples: Any, num_rows: int) -> RowStore:
         """The RowStore for these samples, with the rows that are on disk already. num_rows: how
-        many rows they have. CheckpointError on every rank for rows of another model or other data.
+        many rows they have. CheckpointError on every rank if RowStore.load() refuses them.
         Collective.
         """
 

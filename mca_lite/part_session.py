@@ -420,8 +420,8 @@ def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
 class _Share(NamedTuple):
     """Facts about a rank's part of a call, compared over all ranks. replica: data-parallel rank
     whose samples these are; 0 if all ranks have the same samples. call: the other arguments as
-    text. checksum: of the samples. tokens: number of trained tokens. num_batches: number of
-    micro-batches on the rank."""
+    text. checksum: of the samples' columns for text. tokens: number of trained tokens. num_batches:
+    number of micro-batches on the rank."""
 
     replica: int
     call: str
@@ -581,7 +581,7 @@ class Session:
         logps: float32 [n] for each sample, from a first forward pass; a second one, with a backward
         pass, adds the gradient. optim_step does not divide this gradient by a count of tokens.
         last: as in forward_backward. ValueError if the loss is not a differentiable scalar, or a
-        gradient is not finite.
+        label's gradient is not finite.
         """
         logps = [values.requires_grad_() for values in self.log_probs(samples)]
         loss, metrics = function(samples, logps)
@@ -672,8 +672,9 @@ class Session:
         call: str,
     ) -> _Call:
         """Check this rank's samples, and agree with all ranks on the call. ValueError on every rank
-        if samples on any rank are invalid, or if samples or arguments differ that must be equal.
-        Collective. own: replicas have different samples. call: the other arguments as text."""
+        if samples on any rank are invalid, or if columns for text or arguments differ that must be
+        equal. Collective. own: replicas have different samples. call: the other arguments as
+        text."""
         documents: list[dict[str, Any]] = []
         rows: list[list[dict[str, Any]]] = []
         replica = self.backend.dp_rank if own else 0

@@ -2,7 +2,7 @@
 
 A part may add keys, rules, table rows and trainers. No import statement of the core names a part:
 load() imports the modules that register them, such as those ending in _keys. If a part's files are
-deleted, its keys are refused by name, unless they have their defaults, and so are its values.
+deleted, its keys are refused by name, unless their values need no part, and so are its values.
 """
 
 import functools
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     modules: its files without ".py"; first those that register keys, rules and table rows when they
     are imported.
     keys: its configuration keys, and key=value for values that it adds to core keys.
-    defaults: key:value for its keys with a default other than None.
+    defaults: key:value for values of its keys, other than None, that need no part.
     provides: its rows in CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES.
     needs: the parts that it imports.
     """
@@ -236,8 +236,8 @@ def absent_rows() -> dict[str, str]:
 
 
 def absent_keys() -> dict[str, str]:
-    """{configuration key: name of the optional part that defines the key}, for parts that cannot be
-    used because files are missing. Leaves out core keys to which such a part only adds values."""
+    """{configuration key: name of its optional part}, for parts that cannot be used because files
+    are missing. Leaves out core keys to which such a part only adds values."""
     words = {word: name for name in missing() for word in PARTS[name].keys.split()}
     return {word: name for word, name in words.items() if "=" not in word}
 
@@ -246,10 +246,10 @@ def needed(values: Mapping[str, Any]) -> dict[str, str]:
     """Find the configuration keys in `values` that cannot be used, because they need an optional
     part that is missing -> {key: name of the part}.
 
-    A key needs a part in two cases: the part defines the key, and its value is neither None nor the
-    default; or the core defines the key, and the part adds this value. A part is missing if its
-    files, or those of a part that it needs, are not there. values: as written in the configuration,
-    not converted, because the missing part defines the types.
+    A key needs a part in two cases: the key is the part's, and its value is neither None nor among
+    the part's defaults; or the part adds this value to a core key. A part is missing if its files,
+    or those of a part that it needs, are not there. values: as written in the configuration, not
+    converted, because the missing part may define the types.
     """
     found = {}
     for name in missing():

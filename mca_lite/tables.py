@@ -370,7 +370,7 @@ class Optimizer(NamedTuple):
     states: names of its state tensors with the parameter's shape, for checkpoints.
     counts_steps: True if the state also has a tensor "step" that counts updates.
     megatron: the name of megatron-core's optimizer to use on that backend. make() is used there too
-    if this is None, or if moments are in 8 or 16 bits.
+    if this is None, and may be if moments are in 8 or 16 bits.
     halves(groups, args): builds the optimizer for bf16 weights that are the upper halves of float32
     masters; None: there is none.
     of_matrices: state names, instead of `states`, for matrices in hidden layers. Such parameters

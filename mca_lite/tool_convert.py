@@ -8,7 +8,8 @@ python -m mca_lite convert SRC DST [options]
     it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
     Tokenizer files and generation_config.json are copied too; for a checkpoint without them, from
-    the model that it was trained from, but the tokenizer from its run's folder if that has one.
+    the model that it was trained from, if that is a folder here, but the tokenizer from its run's
+    folder if that has one.
     Code (*.py) and links out of the folder (except a hub snapshot's) are not copied
 """
 
@@ -76,7 +77,7 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     Hugging Face model, and write it to `dst` -> a line to print.
 
     A checkpoint of an earlier version, without a manifest, becomes one of this version. Raises
-    ValueError if dst is not empty, or if src has neither format or is damaged.
+    ValueError if dst is not empty, if src has neither format, or if it does not fit its manifest.
     """
     _refuse_full(dst)
     folder = resolve_folder(src)
@@ -128,7 +129,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
     W + scale * B A is computed in float32 and stored in W's dtype, or in config.json's if the base
     is quantised. Raises ValueError if dst is not empty, if src is no Hugging Face model, or if the
-    adapter is damaged or does not fit src.
+    adapter does not fit src or, if it has one, its manifest.
     """
     _refuse_full(dst)
     resolve_folder(src)

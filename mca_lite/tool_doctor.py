@@ -126,8 +126,8 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Report cores, GPUs, their free memory and which models fit. Too few or hidden GPUs are a
-    problem; less than 90 % free memory on a GPU is a warning."""
+    """Report cores, GPUs, their free memory and which models fit. GPUs that are fewer than the
+    ranks, or all hidden, are a problem; less than 90 % free memory on a GPU is a warning."""
     import psutil
     import torch
 

@@ -1,8 +1,8 @@
 """Answer the evaluation set with the trained model, and compare with the expected answers.
 
 python -m mca_lite generate config.yaml [key=value ...] [options]
-    writes generations.jsonl into output_dir: prompt, answer, expected, exact_match of each sample
-    (the last answer of a conversation), and shows the first samples. Prompts come from
+    writes generations.jsonl into output_dir: prompt, answer and, if known, expected and exact_match
+    of each sample (the last answer of a conversation), and shows the first ones. Prompts come from
     eval_dataset or val_size, or from --file: records as for training, with or without an answer,
     {"prompt": ...}, or a .txt file with one prompt per line
 """

@@ -188,8 +188,9 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ValueError if a value of _NUMBERS in generation_config.json, such as temperature, has
-    the wrong type, or if max_new_tokens is below 1."""
+    """Raise ValueError if a value of _NUMBERS in generation_config.json, such as temperature, is
+    neither a number, a boolean nor, for eos_token_id, a list of them, or if max_new_tokens is below
+    1."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     for key in _NUMBERS:
@@ -482,7 +483,7 @@ class Answers(TrainerCallback):
     ) -> None:
         """Register this callback as the trainer's `answers`, if predict_with_generate is on. Raises
         ValueError if answers cannot be generated or compared, and, on every rank, if any rank has
-        no room for a copy of the whole model. Collective then."""
+        no room for a copy of the whole model. Collective then on megatron-core."""
         if not args.predict_with_generate:
             return
         rules = {
@@ -542,7 +543,7 @@ class Answers(TrainerCallback):
 
     def _whole_model(self) -> Any:
         """The whole model on this rank, as a transformers model: on megatron-core an export to
-        output_dir that is loaded and deleted. Collective."""
+        output_dir that is loaded and deleted, which is collective."""
         trainer = self.trainer
         backend = trainer.backend
         if backend.name == "torch":
@@ -561,7 +562,7 @@ class Answers(TrainerCallback):
 
 def check_room(backend: Any) -> None:
     """Raise ValueError, on every rank, if any rank has no room for a copy of the whole model.
-    Collective. The torch backend needs no copy, and always passes."""
+    Collective on megatron-core; the torch backend needs no copy, and always passes."""
     if backend.name == "torch":
         return
     with torch.device("meta"):

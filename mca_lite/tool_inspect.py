@@ -312,8 +312,8 @@ def main_parity(words: list[str]) -> int:
     one token or more, which may go to another expert. Rank 0 needs 8 bytes for each parameter of
     the whole model beside its part of the layout, and the activations of a micro-batch in float32,
     twice that for a run in float32; in host memory 4 bytes for each parameter. Dropout and
-    multi-token prediction are off; adapters that would begin at 0 get small values. Nothing is
-    written.
+    multi-token prediction are off; adapters that would begin at 0 get small values. Nothing of the
+    run is written.
 
     Exit code: 0 where they agree, 3 where they differ; the same on every rank.
     """

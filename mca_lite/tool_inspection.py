@@ -1,7 +1,7 @@
 """Facts about a run before it begins: samples, rows and problems in its data; its ranks in a dry
 run.
 
-One process does this alone. The dry run (check) writes only temporary files.
+One process does this alone. The dry run (check) leaves output_dir and the token cache unchanged.
 """
 
 import collections
@@ -190,7 +190,8 @@ class DataInspector:
         return hashes
 
     def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter[str]) -> None:
-        """Add the number of pictures, placeholder tokens and tokens in a document to `counts`."""
+        """Add the numbers of a document's tokens, of its placeholder tokens and of their runs, as
+        "pictures", to `counts`."""
         is_image = np.append(np.isin(tokens, self.media.token_ids), False)
         counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
         counts["placeholders"] += int(is_image.sum())

@@ -148,9 +148,9 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
     """(name of the trainer, {option: raw value, and "method"}, beginning of the launching command)
-    for the first command of ms-swift, TRL or mcore_adapter in a shell script. Of an `if` that
-    compares two words, without elif, the branch that bash takes is read; of most others all
-    branches. UserError if there is no command, or a quotation is open."""
+    for the first command of ms-swift, TRL or a Python script in a shell script. Of a plain
+    `if [ A = B ]`, without elif or an if inside, the branch that bash takes is read; of most others
+    all branches. UserError if there is no command, or a quotation is open."""
     text = path.read_text().replace("\\\n", " ")
     variables: dict[str, str] = {}
     is_left_out: bool | None = None  # None: no comparison is open
@@ -276,7 +276,7 @@ def _line(row: Row | None, key: str, value: Any) -> Line:
 
 def _looked_up(key: str, value: Any) -> Line:
     """The Line for a key that no row of the trainer's table matches. It may be a key of this
-    package, an alias, or in FOREIGN_KEYS; otherwise it is "unknown"."""
+    package, an alias, or in FOREIGN_KEYS, also after "no_"; otherwise it is "unknown"."""
     name = ALIASES.get(key, key)
     if name in key_fields():
         return Line(key, value, {name: value}, "taken", "")

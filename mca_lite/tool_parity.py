@@ -69,8 +69,7 @@ class Row(NamedTuple):
 
 class _Share(NamedTuple):
     """One rank's share of the step, sent to all ranks. replica: its data-parallel rank. index,
-    places: positions in the row of its outputs and of its logits. losses: (sum, count) per
-    micro-batch."""
+    places: positions in the row of its outputs and of its logits. losses: from _run()."""
 
     replica: int
     index: torch.Tensor
@@ -139,8 +138,8 @@ def _fill_adapters(model: Any, plan: run.Plan) -> None:
 
 
 def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
-    """Run the forward and backward passes of a step -> [loss sum, count] per micro-batch; [] except
-    on the last pipeline stage. Gradients stay in the backend."""
+    """Run the forward and backward passes of a step -> the loss's pair, [sum, count] or [mean, 1],
+    per micro-batch; [] except on the last pipeline stage. Gradients stay in the backend."""
     metrics = compute_gradients(trainer.backend, trainer, trainer.forward_step, batches)
     return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 
@@ -184,8 +183,8 @@ class _Part:
 
     def outputs_and_logits(self) -> dict[str, torch.Tensor]:
         """The tensors that this rank sends for comparison: its share of outputs, and of logits on
-        tensor-parallel rank 0 of the last stage. No data is sent by two ranks. Collective over the
-        tensor-parallel ranks of the last stage."""
+        tensor-parallel rank 0 of the last stage; {} except on data-parallel rank 0. No data is sent
+        by two ranks. Collective over that replica's tensor-parallel ranks of the last stage."""
         sent = dict(self.outputs)
         if self.tp_rank >= len(self.cuts):
             sent = {}
@@ -252,7 +251,7 @@ def _keep_outputs(
 
 
 def _over_ranks(shares: list[_Share]) -> list[list[float]]:
-    """(loss sum, token count) per micro-batch, replica after replica, summed over context-parallel
+    """The pairs of _run() per micro-batch, replica after replica, summed over context-parallel
     ranks."""
     of_replica: dict[int, torch.Tensor] = {}
     for share in sorted(shares, key=lambda share: share.replica):
@@ -299,8 +298,8 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
 
     The oracle has the tensors of the exact step, computed in float64, or float32 if the run trains
     in bf16. noise: norm of the difference between the rounded step (float32, or bf16) and the
-    oracle. least noise: the least difference that counts as noise; empty if the run does not train
-    in bf16.
+    oracle. least noise: the least relative difference that counts as noise; empty if
+    the run does not train in bf16.
     """
     by_replica = sorted(shares, key=lambda share: share.replica)
     batches = [batch for share in by_replica for batch in share.batches]

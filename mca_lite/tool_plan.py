@@ -177,11 +177,10 @@ def _kernels(
     rates: Rates,
     reference: float,
 ) -> tuple[float, float]:
-    """Seconds of GPU kernels in a step if one device ran it all: (in the layers, in the output
-    layer and loss). sizes, work: the model's ModelSizes and ModelWork. tokens: number of tokens in
-    the step.
-    squares: sum of squared document lengths in the step. lengths: document lengths in one sample.
-    reference: extra forward passes per step."""
+    """Seconds of a step's GPU kernels and the gaps between them, summed over ranks: (in the layers,
+    in the output layer and loss). sizes, work: the model's ModelSizes and ModelWork. tokens: number
+    of tokens in the step. squares: sum of squared document lengths in the step. lengths: document
+    lengths in one sample. reference: extra forward passes per step."""
     recomputes = _recomputed(config)
     head = sizes.hidden_size * sizes.vocab_size
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
@@ -425,11 +424,11 @@ class _Layout:
 
     @functools.cached_property
     def num_parameters(self) -> int:
-        """Number of parameters in the whole model, without adapters."""
+        """Number of parameters in the whole model with its padded vocabulary, without adapters."""
         return self.model.tensors(self.config).total
 
     def bytes_on_disk(self) -> tuple[int, int]:
-        """(bytes of the exported model's weights, bytes of one training checkpoint)."""
+        """(bytes of the whole model's weights, bytes of one training checkpoint)."""
         from .tables import OPTIMIZERS
 
         args = self.args
@@ -447,7 +446,7 @@ class _Layout:
         return of_weights, size
 
     def rank(self) -> tuple[Any, ...]:
-        """Sort key that puts the best layout first: by predicted step time, or without --gpu by
+        """Sort key that puts the best layout first: by predicted step time, or if it is unknown by
         pipeline bubble and recomputation; then by the product of tensor, context and expert
         parallel sizes, then by pipeline size, then by memory."""
         args = self.args

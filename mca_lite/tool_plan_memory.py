@@ -86,7 +86,8 @@ class ModelTensors:
 
     finetuning: which weights are trained, and with which adapters. source: shapes by Hugging Face
     name, the same for every layout of a model. stages: the tensors on a rank of each pipeline
-    stage. total, total_trained: parameters of the whole model, without adapters.
+    stage. total, total_trained: parameters of the whole model with its padded vocabulary, without
+    adapters.
     """
 
     def __init__(

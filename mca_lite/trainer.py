@@ -111,8 +111,7 @@ class McaTrainer(OtherNames):
     backend: replaces the one made for the model.
 
     TypeError for a model without `config`, for args or callbacks of another type, and for a
-    subclass that overrides a method of other trainers that is never called here, such as
-    compute_loss, or a method of this class with a signature that does not fit the calls."""
+    subclass that check_hooks() refuses, such as one that overrides compute_loss."""
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
@@ -467,7 +466,7 @@ class McaTrainer(OtherNames):
 
     def _checked(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Check the data collator's batches with check_batch -> the batches with missing columns
-        added. ValueError for wrong shapes, token ids or columns."""
+        added. ValueError: see check_batch."""
         # if so, attention_mask numbers the documents of a row
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
@@ -655,8 +654,8 @@ class McaTrainer(OtherNames):
         return done
 
     def _log_step(self) -> None:
-        """Notify callbacks of a log line about the steps since the last line, if there are any.
-        Collective for a model with experts."""
+        """Notify callbacks of a log line about the steps since the last line, if there are any. May
+        be collective for a model with experts."""
         of_routers = self.backend.router_statistics()
         numbers = self.sums.take()
         if not numbers:
@@ -727,7 +726,7 @@ class McaTrainer(OtherNames):
 
     def _complete_state(self) -> None:
         """Copy the callbacks' states and the sums since the last log line into the state, before it
-        is saved. Collective for a model with experts."""
+        is saved. May be collective for a model with experts."""
         self.state.stateful_callbacks = export_states(self.callbacks)
         sums = self.sums.to_record()
         self.state.log_sums = sums and {**sums, "routers": self.backend.router_sums()}

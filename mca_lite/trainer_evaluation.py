@@ -48,8 +48,8 @@ class Evaluator:
 
     def check(self) -> None:
         """Raise ValueError if the trainer is set up for metrics that an evaluation cannot compute:
-        unusable compute_metrics or, without it, an unknown metric_for_best_model; or
-        predict_with_generate without an Answers callback."""
+        unusable compute_metrics or, without it but with an eval_strategy, an unknown
+        metric_for_best_model; or predict_with_generate without an Answers callback."""
         trainer = self.trainer
         compute = trainer.compute_metrics
         if not (compute is trainer.preprocess_logits_for_metrics is None):

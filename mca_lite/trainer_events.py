@@ -166,8 +166,8 @@ class RunSums:
         there were no steps.
 
         They are the metrics' means (if updates were skipped, None for a metric whose count is 0),
-        the number of skipped updates, and of the last step the gradient norm and the number of
-        zeros in the gradient.
+        the number of skipped updates, and of the last step the gradient norm and, if counted, the
+        number of zeros in the gradient.
         """
         if self._window is self._nothing:
             return {}
@@ -415,8 +415,8 @@ def callbacks_of(args: Any) -> list[TrainerCallback]:
 def check_hooks(kind: type, base: type) -> None:
     """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, such
     as compute_loss of transformers' Trainer, or with a signature that does not fit the calls.
-    Signatures of __init__, and of _post_compute_loss beside an own _pre_compute_loss, may differ.
-    """
+    Signatures of __init__, of class methods, and of _post_compute_loss beside an own
+    _pre_compute_loss, are not checked."""
     kinds = kind.__mro__
     for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():

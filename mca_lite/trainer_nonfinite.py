@@ -226,8 +226,8 @@ class FiniteGuard:
         return sorted({(bad.replica, bad.micro_batch): bad for bad in every}.values())
 
     def samples_of(self, number: int) -> list[int]:
-        """Dataset indices of the samples in a micro-batch of this rank's step; of a stream, the
-        samples' numbers in it. number: the micro-batch's index."""
+        """Dataset indices of the samples in a micro-batch of this rank's step; of a stream, its
+        rows' numbers. number: the micro-batch's index."""
         dataset = self.trainer.train_dataset
         plan = self.trainer.batch_plan
         chosen = dict(enumerate(plan.step(*divmod(self.position, plan.steps_per_epoch))))

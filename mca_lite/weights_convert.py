@@ -367,8 +367,8 @@ def export_hf(
     change(HF name, tensor): returns the tensor to write instead.
     beside: also copy the source's generation_config.json, processor files and Python code.
 
-    Global rank 0 writes. Tensors of the source that no model here reads are copied. Collective: see
-    iter_hf_tensors. OSError, on every rank, if the files cannot be written.
+    Global rank 0 writes. Tensors of the source, if it is there, for which is_unused() is true are
+    copied. Collective: see iter_hf_tensors. OSError, on every rank, if the files cannot be written.
     """
     config = models.config
     tensors = iter_hf_tensors(models)

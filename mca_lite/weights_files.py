@@ -75,8 +75,8 @@ def write_safetensors(
     process -> the file names.
 
     A file's tensors have at most max_shard_size, unless one is larger. It is written once the next
-    tensor would not fit. On success the weight files of an earlier export are removed; if a tensor
-    cannot be written they remain."""
+    tensor would not fit or there is none. On success the weight files of an earlier export are
+    removed; if a tensor cannot be written they remain."""
     shards: list[list[str]] = []
     total_size = 0
     with replacing(folder) as beside:
@@ -346,8 +346,8 @@ def _open_files(folder: Path) -> dict[str, Any]:
     """Open a model folder's safetensors, found by their index -> {name: slice object, from which
     parts can be read}, file by file. A single model.safetensors is used instead if there is one.
 
-    ValueError, naming the folder or file, if there are no safetensors, or the index or one of them
-    is damaged or incomplete."""
+    ValueError, naming the folder or file, if there are no safetensors, if the index or a header is
+    damaged, or if a file is cut or lacks a tensor; values are not checked."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     whole = folder / SAFE_WEIGHTS_NAME
     if whole.is_file():  # wins over an index, as in transformers
@@ -387,7 +387,7 @@ def check_shape(source: TensorSource, name: str, wanted: Shape, remedy: str = _O
 
 def model_class(hf: Any) -> Any:
     """The transformers auto class for a config: AutoModelForSequenceClassification with a value
-    head, AutoModelForImageTextToText for families with images, else AutoModelForCausalLM.
+    head, AutoModelForImageTextToText for families with images or audio, else AutoModelForCausalLM.
     """
     import transformers
 

@@ -82,8 +82,8 @@ def settle() -> None:
     """Check the environment variables that torchrun sets; if they are missing in a task of SLURM's
     srun, set them from SLURM's.
 
-    Without a launcher, this process is a world of one rank. ValueError if the variables are
-    incomplete. May be called again; does nothing if the host program has already made a process
+    Without a launcher, this process is a world of one rank. ValueError if rank, size and address
+    are incomplete. May be called again; does nothing if the host program has already made a process
     group."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
@@ -105,8 +105,8 @@ def end_second_run() -> None:
 
 
 def _check() -> None:
-    """Raise ValueError if the environment variables describe a world incompletely, or have wrong
-    numbers."""
+    """Raise ValueError if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a world
+    incompletely, or a number in them is impossible."""
     given = {name: text for name, text in os.environ.items() if text}  # scripts may export ""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not given.get(name, "0").isdecimal():
