@@ -88,7 +88,7 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 class Tally:
     """Counts what happens to a dataset's records and samples. records: how many were read. counts:
     by a text that completes the report line "<count> ...", such as "records cannot be used ...".
-    kinds: text -> BAD, CUT, .... places: text -> "file:line" of its first record."""
+    kinds: text -> BAD, CUT, .... places: text -> its first record's place."""
 
     records: int = 0
     counts: Counter[str] = field(default_factory=Counter)

@@ -168,9 +168,9 @@ class Layer(MegatronModule):
         A recomputation is the pass with gradients enabled."""
         unread = ends_unit and torch.is_grad_enabled()
         if isinstance(self.mlp, Mixture):
-            with zeros_from(self.mlp.experts.fc2, unread):
+            with zeros_from(self.mlp.experts.fc2, self, unread):
                 return self.mlp(x, padding_mask=padding_mask)
-        with zeros_from(self.mlp.linear_fc2.weight, unread):
+        with zeros_from(self.mlp.linear_fc2.weight, self, unread):
             return self.mlp(x)
 
     def _normed(

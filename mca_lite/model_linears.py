@@ -113,11 +113,14 @@ class RowProduct(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def zeros_from(weight: Any, on: bool) -> Iterator[None]:
+def zeros_from(weight: Any, module: torch.nn.Module, on: bool) -> Iterator[None]:
     """Context manager in which a RowLinear with this weight, or experts with this fc2, may leave
     out the matmul and return zeros, with the matmul's gradients: for a recomputation whose output
-    nobody reads. Nothing changes if `on` is False."""
-    if not on:
+    nobody reads. Nothing changes if `on` is False, or if `module` or one inside it has a forward
+    hook, which may read or change its output (hooks of modules with a LoRA adapter do not count).
+    """
+    heard = (bool(vars(m)["_forward_hooks"]) > hasattr(m, "lora") for m in module.modules())
+    if not on or any(heard):
         yield
         return
     weight.gives_zeros = True

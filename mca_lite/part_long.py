@@ -467,7 +467,7 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         # with gradients, in Tiles' backward pass, nobody reads the output
-        with zeros_from(last, torch.is_grad_enabled()):
+        with zeros_from(last, module, torch.is_grad_enabled()):
             out, bias = type(module).forward(module, tile)
         return out if bias is None else out + bias
 
@@ -496,7 +496,7 @@ def _experts(
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
         inside = ends.clamp(start, start + len(tile))
         counts = inside.diff(prepend=inside.new_full((1,), start))
-        with zeros_from(module.fc2, torch.is_grad_enabled()):  # as in _mlp
+        with zeros_from(module.fc2, module, torch.is_grad_enabled()):  # as in _mlp
             return type(module).forward(module, tile, counts, of_tile)[0]
 
     return _tiled(module, run, size, x, probs, is_read=not gives_zeros(module.fc2)), None

@@ -240,8 +240,9 @@ def save_adapter(model: Any, folder: PathLike) -> list[str]:
 
 def target_modules(model: Any) -> list[str]:
     """The value of target_modules for PEFT's config: the last part of each adapted module's name,
-    such as "q_proj". If a module without adapter has the same last part, or the last part is a
-    number, the whole name is used instead. Experts in target_parameters are left out.
+    such as "q_proj". If another module, without adapter or in target_parameters, has the same last
+    part, or the last part is a number, the whole name is used instead. Experts in target_parameters
+    are left out.
     """
     spec = spec_of(model)
     modules = [module for module in spec.modules if not spec.stacks(module)]

@@ -572,18 +572,19 @@ class LoraExperts(Adapter):
         weight: torch.Tensor,
         units: list[tuple[str, ...]],
         spans: list[tuple[slice, slice]],
-        is_filled: bool,
+        filling: Any,
     ) -> torch.Tensor:
         """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of projections in
         its last rows, and their B in its last columns. c is padded to a multiple of 8, because
         grouped GEMMs in half precision need multiples of 16 bytes. units: projections that share
-        A. spans: for each unit, its part of c, and of `out`. is_filled: True if an earlier call
-        wrote the same A and B: they are written only into a new buffer."""
+        A. spans: for each unit, its part of c, and of `out`. filling: the attribute of this name
+        that an earlier result had, if A and B are the same since: they are written only if others
+        were written after them, or into a new buffer."""
         columns = -(-spans[-1][0].stop // 8) * 8
-        known = self._rooms.get(weight.shape)
-        room = with_room(weight, columns, self._rooms, columns)
-        if is_filled and room is known:
+        room: Any = with_room(weight, columns, self._rooms, columns)
+        if filling is not None and getattr(room, "filling", None) is filling:
             return room
+        room.filling = object()
         inputs = weight.shape[-1]
         for unit, (part, rows) in zip(units, spans, strict=True):
             a = getattr(self, self._name_of_a(unit[0]))

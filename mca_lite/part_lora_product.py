@@ -142,7 +142,7 @@ class AdaptedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        room: Callable[[bool], torch.Tensor],
+        room: Callable[[Any], Any],
         spans: list[tuple[slice, slice]],
         scale: float,
         multiply: Callable[..., torch.Tensor],
@@ -153,23 +153,26 @@ class AdaptedExperts(torch.autograd.Function):
         """W x + scale * B A x of each token's expert: x [T, in], tokens sorted by expert -> [T,
         out].
 
-        room(is_filled): returns a buffer [n, out + c, in + c] for the n experts on this rank. W is
-        in [:, :out, :in], scale * A in the c rows below it, and B in the c columns beside it; c is
-        the sum of the projections' ranks, padded. is_filled: True if A and B are the same as in an
-        earlier call: they are written only if this is a new buffer. spans: for each projection with
-        an adapter, the slice of c that its rank takes, and the slice of `out` that it computes.
-        multiply(x, w): multiplies each expert's tokens by w^T of this expert; for w [T, c], gives
-        x^T w of each expert's rows instead. again: computes x once more, for backward; None: x is
-        saved. is_read: False for zeros as the output of a single projection, with its gradients.
-        matrices: A [n, r, in] of each of these projections, then their B; only they and x
-        get gradients. Projections that share A count as one.
+        room(filling): returns a buffer [n, out + c, in + c] for the n experts on this rank. W is in
+        [:, :out, :in], scale * A in the c rows below it, and B in the c columns beside it; c is the
+        sum of the projections' ranks, padded. filling: that of an earlier result, whose A and B
+        need not be written again if they are still there; None: they are written. spans: for each
+        projection with an adapter, the slice of c that its rank takes, and the slice of `out` that
+        it computes. multiply(x, w): multiplies each expert's tokens by w^T of this expert; for w
+        [T, c], gives x^T w of each expert's rows instead. again: computes x once more, for
+        backward; None: x is saved. is_read: False for zeros as the output of a single projection,
+        with its gradients. matrices: A [n, r, in] of each of these projections, then their B; only
+        they and x get gradients. Projections that share A count as one.
         """
         ctx.save_for_backward(x if again is None else None)
         ctx.constants = room, spans, scale, multiply
         ctx.again = again
+        ctx.filling = None
         if not is_read:
             return x.new_zeros(len(x), matrices[-1].shape[1])
-        both, a, _ = _parts(room(False), x.shape[1])
+        whole = room(None)
+        ctx.filling = whole.filling
+        both, a, _ = _parts(whole, x.shape[1])
         return multiply(torch.cat([x, multiply(x, a)], 1), both)
 
     @staticmethod
@@ -180,7 +183,7 @@ class AdaptedExperts(torch.autograd.Function):
             x = ctx.again()
             ctx.again = None  # the node outlives its backward pass, and holds what x is made of
         grad = grad.contiguous()
-        whole = room(True)
+        whole = room(ctx.filling)
         _, a, b = _parts(whole, x.shape[1])
         low = multiply(x, a)
         d_low = multiply(grad, b.mT)

@@ -70,7 +70,7 @@ def calls_of(
 
 def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
     """An entry of the flight recorder as a dict of what is compared between ranks and shown in
-    reports. ranks: the global ranks of its group."""
+    reports. ranks: the global ranks of its group; they may be left out if no peers are shown."""
     backend, _, operation = entry["profiling_name"].partition(":")
     pair = _PEERS.search(operation)
     if entry["is_p2p"] and pair:

@@ -254,8 +254,8 @@ class ObjectiveConfig:
     """Base class of the objectives' configs, such as DPOConfig: dataclasses whose fields correspond
     to configuration keys, by the mapping `keys` in a row of OBJECTIVES.
 
-    Fields that only some objectives have: cache_dir: folder for stored rows; None: keep them in
-    memory. cache: another folder, used instead if cache_dir is set. pref_loss, ld_alpha,
+    Fields that only some objectives have: cache_dir: folder for stored rows; None: usually keep
+    them in memory. cache: another folder, used instead if cache_dir is set. pref_loss, ld_alpha,
     use_weighting: keys of preference training.
     """
 

@@ -144,7 +144,7 @@ class FiniteGuard:
 
     def _count_large(self, grad_norm: float) -> None:
         """Count a skipped step whose gradient norm exceeds grad_norm_skip_threshold. NotFiniteError
-        after more than nan_skip_limit in a row."""
+        after more than nan_skip_limit of them without an update in between."""
         threshold = self.args.grad_norm_skip_threshold
         if threshold is None or grad_norm <= threshold:
             return

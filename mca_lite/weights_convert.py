@@ -306,8 +306,8 @@ def own_parameters(models: Any) -> dict[tuple[str, int | None], torch.Tensor]:
 
 
 def stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter behind a tensor from own_parameters. For an expert that is the parameter of all
-    the rank's experts, of which its tensor is a view."""
+    """The parameter or buffer behind a tensor from own_parameters. For an expert that is the
+    parameter of all the rank's experts, of which its tensor is a view."""
     return tensor if tensor._base is None else tensor._base
 
 

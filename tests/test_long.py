@@ -165,6 +165,13 @@ def adapted(models):
     return inject(models, LoraSpec(rank=4))
 
 
+def hooked(models):
+    """Let a user's hook change the output of each layer."""
+    for layer in models[0].decoder.layers:
+        layer.register_forward_hook(lambda module, args, out: out * out.tanh())
+    return models
+
+
 class Flops(TorchDispatchMode):
     """Counts the floating-point operations of matmuls and attention."""
 
@@ -199,6 +206,7 @@ UNITS = {
     "adapters, tp2_sp": (2, dict(adapt=adapted, bf16=True, **TP2_SP)),
     "tiles": (1, TILED),
     "norm": (1, {}),
+    "hook": (1, dict(adapt=hooked)),
     "experts": (2, dict(adapt=accumulate_in_place, **EP2)),
     "experts' adapters": (2, dict(adapt=adapted, bf16=True, **EP2)),
     "experts' tiles": (1, dict(adapt=adapted, bf16=True, **TILED)),
@@ -209,13 +217,14 @@ UNITS = {
 def test_a_recomputed_unit_leaves_out_its_last_matmul(case, tmp_path):
     ranks, keys = UNITS[case]
     runs = {"none": {}, "one": FULL, "two": {**FULL, "recompute_num_layers": 2}}
-    # gemma's norm after the MLP reads its output
+    # gemma's norm after the MLP and the hook read its output
+    reads = case in ("norm", "hook")
     family = {"norm": "gemma3_text"}.get(case, "qwen3_moe" if "experts" in case else "qwen3")
     more = dict(STEPS, timeout_s=200)
     for found in world.run(flops_of, ranks, model_of(family), str(tmp_path), runs, **more, **keys):
         curves, (none, one, two) = zip(*found.values(), strict=True)
         assert curves[0] == curves[1] == curves[2]
-        assert none < one == two if case == "norm" else none < one < two
+        assert none < one == two if reads else none < one < two
 
 
 FAMILIES = {

@@ -186,6 +186,23 @@ def test_a_small_update_of_experts_is_there_on_average():
     assert (small.sign() * ((base + small).bfloat16().float() - base)).mean() < 0.5 * wanted
 
 
+def test_gradients_are_of_the_forward_pass_s_adapters_whatever_ran_between():
+    adapter, _, fc2 = experts_of(("", "", "down"), torch.bfloat16)
+    trained, x = [*adapter.parameters()], torch.randn(9, 6).bfloat16().requires_grad_()
+
+    def gradients(factor):
+        out = adapter(("down",), x, fc2, one_by_one)
+        for parameter in trained if factor else ():
+            parameter.data.mul_(factor)  # as of a reference's or averaged adapters
+        if factor:
+            adapter(("down",), x.detach(), fc2, one_by_one)
+        for parameter in trained if factor else ():
+            parameter.data.div_(factor)
+        return torch.autograd.grad(out.float().square().sum(), [x, *trained])
+
+    assert all(map(torch.equal, gradients(0), gradients(2)))
+
+
 def check_gradients_of_adapted_experts(path, folder) -> int:
     """Compare gradients by grouped matmuls with those of one expert after another, of an MoE
     layer's input and of the adapters of its experts, in bf16, after these have changed once -> the
