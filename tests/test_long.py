@@ -46,7 +46,7 @@ LAYOUTS = {
     **{f"{name}, packed": (n, {**keys, **PACKED}) for name, (n, keys) in PACKED_LAYOUTS.items()},
 }
 # in `make test`; the other layouts and families are in `make test-all`
-SHORT = ("one", "tp2_sp", "pp2_vpp2", "dp2_overlap", "cp2, padded")
+SHORT = ("one", "tp2_sp", "dp2_overlap")
 SHORT += ("one, packed", "tp2_sp, packed", "pp2_vpp2, packed", "cp2, packed")
 SLOW_FAMILIES = "ahead", "shared experts"
 
@@ -213,7 +213,13 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("case", UNITS)
+# in `make test`; the others are in `make test-all`
+SHORT_UNITS = ("tp2_sp", "adapters", "tiles", "norm", "hook", "experts' adapters")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[] if n in SHORT_UNITS else [pytest.mark.full]) for n in UNITS]
+)
 def test_a_recomputed_unit_leaves_out_its_last_matmul(case, tmp_path):
     ranks, keys = UNITS[case]
     runs = {"none": {}, "one": FULL, "two": {**FULL, "recompute_num_layers": 2}}
