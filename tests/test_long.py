@@ -48,7 +48,7 @@ LAYOUTS = {
 # in `make test`; the other layouts and families are in `make test-all`
 SHORT = ("one", "tp2_sp", "dp2_overlap")
 SHORT += ("one, packed", "tp2_sp, packed", "pp2_vpp2, packed", "cp2, packed")
-SLOW_FAMILIES = "ahead", "shared experts"
+SLOW_FAMILIES = "ahead", "shared experts", "delta", "pictures"
 
 
 class Counted(TorchDispatchMode):

@@ -82,8 +82,8 @@ def case(*parts: str) -> dict:
 
 
 CASES = {"whole": case(), **{part: case(part) for part in PARTS}, removal.ALL: case(*PARTS)}
-# in `make test`: the copy without any part, and every third one that lacks one part
-SHORT = ("whole", removal.ALL, *list(PARTS)[::3])
+# in `make test`: the copy without any part, and every fourth one that lacks one part
+SHORT = ("whole", removal.ALL, *list(PARTS)[::4])
 NAMES = [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.full]) for n in CASES]
 
 
