@@ -119,7 +119,7 @@ def zeros_from(weight: Any, module: torch.nn.Module, on: bool) -> Iterator[None]
     nobody reads. Nothing changes if `on` is False, or if `module` or one inside it has a forward
     hook, which may read or change its output (hooks of modules with a LoRA adapter do not count).
     """
-    heard = (bool(vars(m)["_forward_hooks"]) > hasattr(m, "lora") for m in module.modules())
+    heard = (vars(m)["_forward_hooks"] and not hasattr(m, "lora") for m in module.modules())
     if not on or any(heard):
         yield
         return
