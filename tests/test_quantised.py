@@ -458,6 +458,7 @@ def memory_of_reading(path: str, form: str, keys: dict) -> dict:
     """Bytes of a rank's parameters, by how much memory rose while they were read, and bytes of a
     layer in bf16."""
     import ctypes
+    import gc
 
     from mca_lite import parallel, part_quantised, tool_plan_memory
     from mca_lite.model import AutoModel
@@ -469,6 +470,8 @@ def memory_of_reading(path: str, form: str, keys: dict) -> dict:
     config = AutoConfig.from_pretrained(path, args)
     part_quantised.choose(config, 4, form)
     ctypes.CDLL(None).mallopt(-3, 65536)
+    AutoModel.from_pretrained(path, args, config=config)  # what a first reading imports
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with PeakMemory() as reading:
         models = AutoModel.from_pretrained(path, args, config=config)
@@ -483,8 +486,8 @@ def memory_of_reading(path: str, form: str, keys: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> str:
-    """A model in bf16 with layers of 6.6 MB."""
-    keys = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=6, vocab_size=999)
+    """A model in bf16 with layers of 12 MB."""
+    keys = dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=6, vocab_size=999)
     folder = tmp_path_factory.mktemp("large")
     return str(tiny.save_model(folder, "qwen3", dtype=torch.bfloat16, head_dim=64, **keys))
 
@@ -494,7 +497,7 @@ def test_reading_takes_the_packed_model_and_less_than_two_layers(ranks, keys, la
     for seen in world.run(memory_of_reading, ranks, large, "nf4", keys):
         assert seen["held"] < 6 * 0.3 * seen["layer"] + 2e6
         assert seen["planned"] == seen["held"]
-        assert seen["rise"] < seen["held"] + 1.5 * seen["layer"]
+        assert seen["rise"] < seen["held"] + 1.5 * seen["layer"], seen
 
 
 # -- files of bitsandbytes
