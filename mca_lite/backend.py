@@ -9,7 +9,7 @@ metrics).
 import abc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from .hosts import module_of
 from .loss_tokens import LossOfLogits
 from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
 from .tables import COLUMNS
+from .weights_convert import Change
+from .weights_files import NamedTensors
 
 
 def mean_of(total: Any, count: torch.Tensor) -> Any:
@@ -189,10 +191,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def _export(
-        self,
-        folder: os.PathLike[str],
-        max_shard_size: str | int,
-        change: Callable[..., Any] | None = None,
+        self, folder: os.PathLike[str], max_shard_size: str | int, change: Change | None = None
     ) -> list[str]:
         """Write the model as a Hugging Face checkpoint -> file names on global rank 0, []
         elsewhere. change(name, tensor): returns the tensor to write instead; None: no change.
@@ -204,21 +203,19 @@ class Backend(abc.ABC):
         float32, to export gradients like weights. May be collective."""
 
     @abc.abstractmethod
-    def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _trained_weights(self) -> NamedTensors:
         """Yield (Hugging Face name, CPU tensor) of each weight, on global rank 0 only. Called for
         runs that train whole weights rather than adapters. Collective: all ranks iterate to the
         end."""
 
     @abc.abstractmethod
-    def weights(
-        self, change: Callable[..., Any] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, change: Change | None = None) -> NamedTensors:
         """Yield (name as in Hugging Face's files, copy on this rank's device) of each unsharded
         weight, on global rank 0. change(name, tensor): returns the tensor to yield instead; None:
         no change. Collective: all ranks iterate to the end."""
 
     @abc.abstractmethod
-    def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weight_forms(self) -> NamedTensors:
         """Yield (name, tensor on the meta device) for what weights() yields, on every rank and
         without the data. Collective: all ranks iterate to the end."""
 
@@ -406,7 +403,7 @@ class Backend(abc.ABC):
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def gradients(self) -> NamedTensors:
         """Yield (Hugging Face's or PEFT's name, CPU tensor) of each trained tensor's gradient from
         the last forward_backward(), float32, with fp16 times the loss scale; a buffer, such as a
         router's bias, is yielded with its value. On global rank 0; all ranks must iterate to the

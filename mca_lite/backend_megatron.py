@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -530,20 +530,20 @@ class MegatronBackend(Backend):
                     shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     parallel.gather_into(bucket.grad_data, shard, group=group)
 
-    def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _trained_weights(self) -> NamedTensors:
         return weights_convert.iter_hf_tensors(self.model)
 
-    def weights(self, change: Change | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, change: Change | None = None) -> NamedTensors:
         self.finish_param_sync()
         tensors = weights_convert.iter_hf_tensors(self.model, device=parallel.device())
         if change is not None:
             tensors = ((name, change(name, tensor)) for name, tensor in tensors)
         return self._in_words(tensors)
 
-    def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weight_forms(self) -> NamedTensors:
         return self._in_words(weights_convert.forms_of(self.model))
 
-    def _in_words(self, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _in_words(self, tensors: NamedTensors) -> NamedTensors:
         return in_words_of(self.config.name_or_path, self.hf_config, tensors)
 
     def _export(

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from .model_moe import BalancingLosses, RouterStatistics, updated_bias
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
 from .weights_convert import Change, write_model
-from .weights_files import file_tensors
+from .weights_files import NamedTensors, file_tensors
 
 # -- experts in a transformers model
 
@@ -542,10 +542,10 @@ class TorchBackend(Backend):
         source = self.model.name_or_path
         return write_model(tensors, folder, max_shard_size, self.hf_config, source, self.dtype)
 
-    def weights(self, change: Change | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, change: Change | None = None) -> NamedTensors:
         return self._tensors_of_files(self.dtype, change, parallel.device())
 
-    def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weight_forms(self) -> NamedTensors:
         for name, tensor, view in file_tensors(self.model):
             dtype = self.dtype if isinstance(tensor, torch.nn.Parameter) else view.dtype
             yield name, view.to("meta", dtype)
@@ -558,12 +558,12 @@ class TorchBackend(Backend):
                     gradient = torch.zeros_like(parameter)
                 parameter.data = gradient.float()
 
-    def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _trained_weights(self) -> NamedTensors:
         return self._tensors_of_files(torch.float32)
 
     def _tensors_of_files(
         self, dtype: torch.dtype, change: Change | None = None, device: torch.device | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    ) -> NamedTensors:
         """Yield (name in a Hugging Face file, tensor) of each tensor, on global rank 0 only.
         Parameters are cast to `dtype`; buffers keep theirs. change(name, tensor) may replace each
         tensor first.

@@ -72,7 +72,7 @@ def _taken(
     lengths: list[list[int]],
     per_sample: int,
     pad_token_id: int,
-) -> dict[str, Any]:
+) -> Batch:
     """A batch that keeps only some tokens. Columns per token are indexed with `places`; columns per
     document or sample become [n], without the values of padding rows; columns of images and other
     inputs stay as they are.
@@ -108,7 +108,7 @@ def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tenso
     return of_samples[:, 0]
 
 
-def _with_masks(batch: Batch) -> dict[str, Any]:
+def _with_masks(batch: Batch) -> Batch:
     """The batch with attention_mask (ones if absent) and padding_mask, which is True where
     attention_mask is 0. Registered columns per token get their padding value there."""
     mask = batch.get("attention_mask")
@@ -123,7 +123,7 @@ def _with_masks(batch: Batch) -> dict[str, Any]:
 
 def pack(
     batch: Batch, document_multiple: int = 1, pad_token_id: int = 0, documents_per_sample: int = 1
-) -> dict[str, Any]:
+) -> Batch:
     """Join all documents of a collated batch into one packed row [1, t], without the rows' padding.
     Adds "cu_seqlens", the document borders, as a tuple.
 
@@ -144,7 +144,7 @@ def pack(
     return packed
 
 
-def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) -> dict[str, Any]:
+def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) -> Batch:
     """Split the rows of a collated batch into one document per row: [b * documents_per_sample,
     longest document]. With documents_per_sample 1 rows stay as they are.
 
@@ -170,7 +170,7 @@ def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) ->
     return _taken(batch, rows, lengths, documents_per_sample, pad_token_id)
 
 
-def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
+def pad(batch: Batch, length: int, pad_token_id: int = 0) -> Batch:
     """Pad an arranged batch (from pack or split) at the right to `length` positions. In a packed
     row the added padding becomes one more document, without labels."""
     more = length - batch["input_ids"].shape[1]
@@ -211,7 +211,7 @@ def _without_tail(packed: Batch) -> dict[str, Any]:
     return {**packed, **tokens, "cu_seqlens": borders}
 
 
-def join(batches: list[Batch]) -> dict[str, Any]:
+def join(batches: list[Batch]) -> Batch:
     """Concatenate arranged batches (from pack or split) into one: packed rows end to end, each
     without the padding at its end; unpacked rows, of equal length, as rows of one batch."""
     joined = {}

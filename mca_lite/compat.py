@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import parallel
-from .batch import packed_row
+from .batch import Batch, packed_row
 from .step import inputs_of, to_length
 
 
@@ -25,7 +25,7 @@ class OtherNames:
         elif "read_step" in overrides:
             cls._get_step_iterator_and_seq_length = cls.read_step
 
-    def inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def inputs_of(self, batch: Batch) -> dict[str, Any]:
         return self._prepare_train_inputs(iter([batch]))
 
     def _prepare_train_inputs(self, data_iterator: Iterator[Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class OtherNames:
         params = packed_row(inputs["cu_seqlens"], cp_size, cp_rank, parallel.device())
         return {**inputs, "packed_seq_params": params}
 
-    def _arranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _arranged(self, batch: Batch) -> Batch:
         """The collator's batch with the columns that the trainer expects, padded to a length that
         the layout can shard. A batch that has padding_mask is returned as it is, because it was
         arranged before."""

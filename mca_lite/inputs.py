@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .batch import Batch
 from .errors import Keys, expect
 from .families import FAMILIES
 from .parts import absent_rows, need_of
@@ -246,7 +247,7 @@ class Inputs:
             "reads them"
         )
 
-    def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def arrange(self, batch: Batch) -> Batch:
         """The columns of an arranged batch (from batch.pack or split) that this rank needs. Raises
         ValueError for inputs that the model does not take: in this base class, any input."""
         columns = [name for name in batch if is_of_inputs(name)]
@@ -264,7 +265,7 @@ class Inputs:
     # -- on plain torch
 
     def for_transformers(
-        self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
+        self, batch: Batch, inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
         """(keyword arguments, position_ids) for a transformers model's forward pass. inputs: the
         batch's columns for the model, which may be changed in place. positions: the position ids

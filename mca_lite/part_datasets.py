@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .args_rules import name_of_set
-from .batch import in_documents, real_documents
+from .batch import Batch, in_documents, real_documents
 from .callbacks import TrainerCallback
 from .data_batches import Stream, View, documents_of, with_samples
 from .errors import expect
@@ -66,7 +66,7 @@ class EachDataset(TrainerCallback):
         trainer.around_loss = functools.partial(self._measured, trainer)
 
     def _measured(
-        self, trainer: Any, batch: dict[str, Any], loss_func: Callable[..., Any], output: Any
+        self, trainer: Any, batch: Batch, loss_func: Callable[..., Any], output: Any
     ) -> tuple[Any, ...]:
         """Call loss_func(output) -> its (total, count, metrics), with "loss/<name>" added to
         metrics for each dataset: float32 [2], (sum, count) of the losses of its tokens or samples
@@ -85,9 +85,7 @@ class EachDataset(TrainerCallback):
             metrics[key] = torch.stack(of_sets).sum(0).float()
         return total, count, metrics
 
-    def _sums(
-        self, backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
-    ) -> torch.Tensor:
+    def _sums(self, backend: Any, batch: Batch, labels: Any, losses: torch.Tensor) -> torch.Tensor:
         """float64 [datasets, 2]: sum and count of each dataset's losses in this rank's share of a
         micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
 

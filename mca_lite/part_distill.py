@@ -35,6 +35,7 @@ import torch
 from torch.utils.data import Subset
 
 from . import parallel
+from .batch import Batch
 from .ckpt_folder import CheckpointError
 from .data_batches import Limits, Stream, View, documents_of
 from .data_encode import hash_of
@@ -307,7 +308,7 @@ class WithRows(View):
         return numbered
 
 
-def _rows_of(batch: dict[str, Any]) -> torch.Tensor:
+def _rows_of(batch: Batch) -> torch.Tensor:
     """A batch's column "teacher_row", int64 [b, s]. ValueError if the data collator dropped it."""
     rows: Any = batch.get("teacher_row")
     expect(
@@ -430,9 +431,7 @@ class DistillTrainer(ScoredTrainer):
         metrics["sft_loss"] = torch.stack([cross_entropy.detach().sum(), tokens])
         return loss, count, metrics
 
-    def _prepare_micro_batches(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         """Add "teacher" to each micro-batch -> the micro-batches. With teacher_top_k the value is a
         Cached, which reads stored log-probabilities. Otherwise the teacher runs forward
         (collective), and the value is a Resident; pipeline stages before the last add nothing."""
@@ -450,7 +449,7 @@ class DistillTrainer(ScoredTrainer):
             for batch, hidden in zip(micro_batches, found, strict=True)
         ]
 
-    def _numbers_of(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _numbers_of(self, batch: Batch) -> torch.Tensor:
         """Index of the teacher's stored row for each token on this rank, int64 [b, s] on the CPU,
         -1 for none. ValueError if a token with a label has no row.
         """
@@ -477,7 +476,7 @@ class DistillTrainer(ScoredTrainer):
     # -- the teacher
 
     def _run_teacher(
-        self, collect: Callable[..., Any], batches: list[dict[str, Any]], seq_length: int = 0
+        self, collect: Callable[..., Any], batches: list[Batch], seq_length: int = 0
     ) -> list[Any]:
         """Run the teacher over micro-batches. Returns collect(inputs, batch, output) for each
         micro-batch, where output is what the teacher gives instead of losses; [] on pipeline stages
@@ -579,9 +578,7 @@ class DistillTrainer(ScoredTrainer):
         first, end = ends[[start, stop]].tolist()
         zeros = torch.zeros(end - first, 2 * self._k + 1, device=parallel.device())
 
-        def collect(
-            inputs: dict[str, Any], batch: dict[str, Any], output: torch.Tensor
-        ) -> tuple[Any, ...]:
+        def collect(inputs: dict[str, Any], batch: Batch, output: torch.Tensor) -> tuple[Any, ...]:
             kept = inputs["labels"] != IGNORE_INDEX
             return _rows_of(batch)[kept] - first, output[kept]
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Subset
 
 from . import ckpt_folder, parallel, part_dpo_losses
-from .batch import in_documents, join, real_documents
+from .batch import Batch, in_documents, join, real_documents
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, View, documents_of, samples_of
 from .data_encode import hash_of
@@ -386,7 +386,7 @@ class DPOTrainer(ScoredTrainer):
         r = Responses(*policy, None, None, *reference, margin=margin)
         return self._with_rewards(LOSSES["sigmoid"], r)
 
-    def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
+    def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any], *more: Any) -> Any:
         """Make the loss function of a micro-batch. _post_compute_loss then gets the labels, the
         batch and the reference's log-probabilities (None without a reference) before the token
         losses. inputs: the model's inputs for the batch. more: further arguments of
@@ -399,7 +399,7 @@ class DPOTrainer(ScoredTrainer):
     def _post_compute_loss(  # type: ignore[override]
         self,
         labels: torch.Tensor,
-        batch: dict[str, Any],
+        batch: Batch,
         ref_chosen_logps: torch.Tensor | None,
         ref_rejected_logps: torch.Tensor | None,
         losses: torch.Tensor,
@@ -465,7 +465,7 @@ class DPOTrainer(ScoredTrainer):
         return losses.sum(), count.int(), metrics
 
     def _log_probs_of(
-        self, batch: dict[str, Any], labels: torch.Tensor, losses: torch.Tensor
+        self, batch: Batch, labels: torch.Tensor, losses: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probabilities, numbers of tokens) of an arranged batch's real documents, [documents]
         each, from labels and token losses [b, s] on this rank; a document counts its trained
@@ -476,7 +476,7 @@ class DPOTrainer(ScoredTrainer):
         return sum_documents(self.backend, batch, labels, losses)
 
     def _agreement(
-        self, batch: dict[str, Any], labels: torch.Tensor, differences: torch.Tensor
+        self, batch: Batch, labels: torch.Tensor, differences: torch.Tensor
     ) -> torch.Tensor:
         """WPO's weights of pairs [P] (2406.11827, equation 2), larger for answers that the model
         itself is likely to give: exp of the mean of log p - log sum p^2 over an answer's tokens,
@@ -488,12 +488,12 @@ class DPOTrainer(ScoredTrainer):
         sums, lens = sum_documents(self.backend, batch, labels, differences)
         return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> float:
+    def _count_of_loss(self, batch: Batch) -> float:
         return _num_pairs(batch)
 
     # -- micro-batches
 
-    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _arrange(self, batch: Batch) -> Batch:
         """Arrange a collated batch of pairs for the model, and with ld_alpha add "logp_weight", the
         token weights. ValueError if a row's documents do not make whole pairs, or if the batch
         lacks a column of pairs, such as pair_weight, that the data has, or has one that the data
@@ -516,16 +516,12 @@ class DPOTrainer(ScoredTrainer):
             arranged["logp_weight"] = _weights_beyond(arranged, alpha)
         return arranged
 
-    def _prepare_micro_batches(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         if self.train_config.use_ref_model:
             micro_batches = self._with_reference_logps(micro_batches, seq_length)
         return self._compared(micro_batches, seq_length) if self._of_batch else micro_batches
 
-    def _with_reference_logps(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _with_reference_logps(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         """The micro-batches with the column "reference", the reference's log-probabilities of all
         documents. Pipeline stages before the last return them unchanged. Collective unless the
         reference is cached; then ValueError if the collator dropped the column.
@@ -546,7 +542,7 @@ class DPOTrainer(ScoredTrainer):
 
     def _score_pairs(
         self,
-        micro_batches: list[dict[str, Any]],
+        micro_batches: list[Batch],
         seq_length: int,
         models: Any,
         run: Callable[..., list[torch.Tensor]],
@@ -564,9 +560,7 @@ class DPOTrainer(ScoredTrainer):
 
     # -- the global batch
 
-    def _compared(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _compared(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         """The micro-batches with the column "of_batch": numbers about the global batch for the
         losses that need them. An evaluation does not change what such a loss remembers between
         steps. Collective."""
@@ -584,9 +578,7 @@ class DPOTrainer(ScoredTrainer):
         return _with_column(micro_batches, "of_batch", own)
 
     @torch.no_grad()
-    def _every_pair(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> tuple[Responses, int]:
+    def _every_pair(self, micro_batches: list[Batch], seq_length: int) -> tuple[Responses, int]:
         """(Responses with all pairs of the global batch, float64, the same on every rank; index of
         this data-parallel rank's first pair). micro_batches: this rank's. Collective.
 
@@ -636,17 +628,13 @@ class DPOTrainer(ScoredTrainer):
         pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
         return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
 
-    def _log_probs(
-        self, models: Any, batches: list[dict[str, Any]], seq_length: int
-    ) -> list[torch.Tensor]:
+    def _log_probs(self, models: Any, batches: list[Batch], seq_length: int) -> list[torch.Tensor]:
         """Log-probabilities of the real documents in each micro-batch, [documents], without dropout
         and gradients. [] on pipeline stages before the last. models: the chunks to run. batches:
         arranged micro-batches. seq_length: not used. Collective: the pipeline schedule's forward
         passes."""
 
-        def collect(
-            inputs: dict[str, Any], batch: dict[str, Any], losses: torch.Tensor
-        ) -> torch.Tensor:
+        def collect(inputs: dict[str, Any], batch: Batch, losses: torch.Tensor) -> torch.Tensor:
             logps, _ = self._log_probs_of(batch, inputs["labels"], losses)
             return logps
 
@@ -660,7 +648,7 @@ class DPOTrainer(ScoredTrainer):
             return self._log_probs(models, *more)
 
     def _reference_logps(
-        self, models: Any, batches: list[dict[str, Any]], seq_length: int
+        self, models: Any, batches: list[Batch], seq_length: int
     ) -> list[torch.Tensor]:
         """Log-probabilities of (chosen, rejected) answers under the reference, [P, 2] for each
         micro-batch. [] on pipeline stages before the last. Collective.
@@ -728,7 +716,7 @@ def _with_agreement(logits: Logits) -> torch.Tensor:
     return torch.stack([lse - logits.of_labels(), squares], -1)
 
 
-def _weights_beyond(batch: dict[str, Any], alpha: float) -> torch.Tensor:
+def _weights_beyond(batch: Batch, alpha: float) -> torch.Tensor:
     """Weights [rows, s] of tokens for ld_alpha: alpha for an answer's trained tokens beyond the
     length of the pair's other answer, 1 for earlier ones. Lengths count trained tokens. batch:
     arranged, with whole rows.
@@ -750,7 +738,7 @@ def _has(column: str, dataset: Any) -> bool:
     return documents_of(dataset[0])[0].get(column) is not None
 
 
-def _joined(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _joined(batches: list[Batch]) -> list[Batch]:
     """Join every two neighbouring micro-batches into one, so that fewer forward passes run. Two
     stay apart if they are unpacked with different shapes, if together they exceed JOINED_TOKENS, or
     if one has only padding.
@@ -767,8 +755,8 @@ def _joined(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_column(
-    batches: list[dict[str, Any]], name: str, values: torch.Tensor, per_pair: int = 1
-) -> list[dict[str, Any]]:
+    batches: list[Batch], name: str, values: torch.Tensor, per_pair: int = 1
+) -> list[Batch]:
     """Add a column to the micro-batches: each takes its consecutive share of `values`, per_pair
     elements for each pair in it.
     """
@@ -777,11 +765,11 @@ def _with_column(
     return [{**batch, name: part} for batch, part in parts]
 
 
-def _lengths(batch: dict[str, Any]) -> torch.Tensor:
+def _lengths(batch: Batch) -> torch.Tensor:
     """Number of trained tokens in each real document of an arranged batch, [documents]."""
     return in_documents(batch, batch["labels"] != IGNORE_INDEX)[real_documents(batch)]
 
 
-def _num_pairs(batch: dict[str, Any]) -> int:
+def _num_pairs(batch: Batch) -> int:
     """Number of pairs in an arranged micro-batch; padding does not count."""
     return int(real_documents(batch).sum()) // len(SIDES)

@@ -112,7 +112,7 @@ class KTOTrainer(DPOTrainer):
     def _post_compute_loss(  # type: ignore[override]
         self,
         labels: torch.Tensor,
-        batch: dict[str, Any],
+        batch: Batch,
         ref_logps: torch.Tensor,
         ref_mismatched_logps: torch.Tensor,
         losses: torch.Tensor,
@@ -149,14 +149,12 @@ class KTOTrainer(DPOTrainer):
         }
         return self._summed(of_answers, values, counted)
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> float:
+    def _count_of_loss(self, batch: Batch) -> float:
         return int(real_documents(batch).sum())
 
     # -- micro-batches
 
-    def _count(
-        self, batches: list[dict[str, Any]], arranged: list[dict[str, Any]]
-    ) -> tuple[Any, ...]:
+    def _count(self, batches: list[Batch], arranged: list[Batch]) -> tuple[Any, ...]:
         if self.documents_per_sample == 2:
             masks = [torch.as_tensor(batch["attention_mask"]) for batch in batches]
             batches = [
@@ -167,9 +165,7 @@ class KTOTrainer(DPOTrainer):
         return super()._count(batches, arranged)
 
     @torch.no_grad()
-    def _prepare_micro_batches(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         """Remove the mismatched documents from the micro-batches, and add "kl", the estimate of the
         KL divergence to the reference, to each -> the micro-batches. For it, the mismatched
         documents of all ranks' micro-batches first run forward through the trained model.
@@ -188,7 +184,7 @@ class KTOTrainer(DPOTrainer):
         return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
 
     def _reference_logps(
-        self, models: Any, batches: list[dict[str, Any]], seq_length: int
+        self, models: Any, batches: list[Batch], seq_length: int
     ) -> list[torch.Tensor]:
         """Log-probabilities under the reference of each answer and its mismatched document, [n, 2]
         for each micro-batch; [] on pipeline stages before the last. Answers and mismatched
@@ -200,7 +196,7 @@ class KTOTrainer(DPOTrainer):
             kinds.append(self._log_probs_of_reference(models, chosen, row_length(chosen[0])))
         return [torch.stack(pair, -1) for pair in zip(*kinds, strict=True)]
 
-    def _of_each_two(self, batches: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+    def _of_each_two(self, batches: list[Batch], first: int) -> list[Batch]:
         """Arranged micro-batches with only the answers (first = 0) or only the mismatched documents
         (first = 1), padded to their own length. Collective if the layout pads to the longest row of
         all ranks."""
@@ -323,7 +319,7 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
     return first, end
 
 
-def _every_second(batch: Batch, first: int) -> dict[str, Any]:
+def _every_second(batch: Batch, first: int) -> Batch:
     """An arranged batch with only the documents first, first + 2, and so on. Unpacked rows become
     as long as the longest document that is left; a packed row has these documents end to end, and
     one of padding keeps one document. Columns per document, sample or image are unchanged."""

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
+from .batch import Batch
 from .data_batches import samples_of
 from .errors import expect
 from .files import IGNORE_INDEX
@@ -53,7 +54,7 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
     dataset = samples_of(dataset)
 
     def collect(
-        inputs: dict[str, Any], batch: dict[str, Any], logits: torch.Tensor
+        inputs: dict[str, Any], batch: Batch, logits: torch.Tensor
     ) -> list[tuple[Any, ...]]:
         logits = backend.whole_logits(logits, inputs)
         if not backend.counts_tokens:
@@ -65,7 +66,7 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
 
     rows: dict[int, tuple[Any, ...]] = {}  # on the main rank
 
-    def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    def inputs_of(batch: Batch) -> dict[str, Any]:
         return {**trainer.inputs_of(batch), "labels": None}
 
     run = functools.partial(evaluator.forward, collecting(backend, collect, inputs_of))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .batch import Batch
 from .ckpt_megatron import may_rest
 from .errors import expect, refuse
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
@@ -80,7 +81,7 @@ class AxialRope:
 # -- in batches
 
 
-def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
+def with_image_slots(batch: Batch, *token_ids: int) -> Batch:
     """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
     micro-batch, -1 for text and padding. token_ids: the placeholders, in the order in which their
     features are concatenated (images before videos)."""
@@ -93,13 +94,13 @@ def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
     return {**batch, "image_slot": slots}
 
 
-def has_pictures(batch: dict[str, Any]) -> bool:
+def has_pictures(batch: Batch) -> bool:
     """True if the batch has images or other inputs than text, and is not a filler batch of padding
     only."""
     return any(name in batch for name in _GRIDS) and not bool(batch["padding_mask"].all())
 
 
-def check_slots(batch: dict[str, Any], merge_size: int) -> None:
+def check_slots(batch: Batch, merge_size: int) -> None:
     """Raise ValueError if the placeholders in a batch and the features of its images (or other
     inputs) differ in number, or if it lacks rope positions. A filler batch, which is only padding,
     may have images."""
@@ -410,7 +411,7 @@ class Pictures(Inputs):
         here = placed(image_slot)
         return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
 
-    def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def arrange(self, batch: Batch) -> Batch:
         """The batch with "image_slot" (the index of each token's image feature) added, and videos
         concatenated after images, because one tower takes both. Pixels and other columns of inputs
         are dropped on later pipeline stages, and from batches of padding only. ValueError as
@@ -430,7 +431,7 @@ class Pictures(Inputs):
                 joined[names[0]] = torch.cat(found)
         return joined | {name: batch[name] for name in self.more_columns if name in batch}
 
-    def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _with_slots(self, batch: Batch) -> Batch:
         """The batch with "image_slot" added, the index of each token's image feature. ValueError as
         check_slots."""
         batch = with_image_slots(batch, *self.token_ids)
@@ -443,11 +444,7 @@ class Pictures(Inputs):
         return bool(trains)
 
     def for_transformers(
-        self,
-        batch: dict[str, Any],
-        inputs: dict[str, Any],
-        positions: Any,
-        is_padding: torch.Tensor,
+        self, batch: Batch, inputs: dict[str, Any], positions: Any, is_padding: torch.Tensor
     ) -> tuple[dict[str, Any], Any]:
         self._with_slots(batch)
         ids = inputs["input_ids"]
@@ -473,7 +470,7 @@ class Pictures(Inputs):
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         return sum(feature.sum() for feature in features) * 0
 
-    def rests(self, micro_batches: list[dict[str, Any]]) -> set[int]:
+    def rests(self, micro_batches: list[Batch]) -> set[int]:
         seen = [batch for batch in micro_batches if has_pictures(batch)]
         found = [any(name in batch for batch in seen for name in names) for names in self.grids]
         return {kind for kind, is_seen in enumerate(largest(*map(int, found)), 1) if not is_seen}

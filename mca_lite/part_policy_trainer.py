@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import ckpt_folder, parallel
+from .batch import Batch
 from .ckpt_folder import CheckpointError
 from .data_batches import Stream, View, documents_of, samples_of
 from .data_encode import hash_of
@@ -104,7 +105,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     # -- the objective, that of a Session
 
-    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _arrange(self, batch: Batch) -> Batch:
         """Arrange a collated batch for the model. The loss's columns are checked, and set to 0
         where there is no label. ValueError for values that the loss cannot use, and for routes that
         do not fit the model.
@@ -113,9 +114,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             function_of("part_routes:check_routes")(self.backend, batch["routes"])
         return super()._arrange(with_columns(batch, self.loss))
 
-    def _prepare_micro_batches(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         """Return the micro-batches of a step. If they have the column "routes", make the MoE
         routers replay these experts in this step.
         """
@@ -125,7 +124,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return super()._prepare_micro_batches(micro_batches, seq_length)
 
     def _post_compute_loss(  # type: ignore[override]
-        self, labels: Any, batch: dict[str, Any], losses: Any
+        self, labels: Any, batch: Batch, losses: Any
     ) -> tuple[Any, ...]:
         """Turn token losses [b, s], with entropy [b, s, 2], into (sum of the loss's terms divided
         by its `times`, count int32, {metric: (sum, count)}). count: trained tokens, or samples with

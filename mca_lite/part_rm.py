@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .batch import in_documents, real_documents
+from .batch import Batch, in_documents, real_documents
 from .data_files import SIDES
 from .errors import expect
 from .families_rows import VALUE_HEAD, has_value_head
@@ -93,7 +93,7 @@ class RewardTrainer(DPOTrainer):
 
     # -- the loss
 
-    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _arrange(self, batch: Batch) -> Batch:
         """Arrange a batch for the model, and label one token per document, at which the value head
         is read: the last one that is not the pad token, as transformers chooses it. ValueError for
         a document of pad tokens only.
@@ -115,9 +115,7 @@ class RewardTrainer(DPOTrainer):
         labels[last] = ids[last]  # put_ is not deterministic
         return {**batch, "labels": labels}
 
-    def _scores(
-        self, batch: dict[str, Any], labels: torch.Tensor, scores: torch.Tensor
-    ) -> torch.Tensor:
+    def _scores(self, batch: Batch, labels: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores of each pair's answers (chosen, rejected), float32 [P, 2], from the value head's
         outputs [b, s] on this rank. Collective under context parallelism.
         """
@@ -125,9 +123,7 @@ class RewardTrainer(DPOTrainer):
         sums, _ = sum_documents(self.backend, batch, labels, -scores * (labels != IGNORE_INDEX))
         return sums.view(-1, len(SIDES))
 
-    def _post_compute_loss(
-        self, labels: torch.Tensor, batch: dict[str, Any], *more: Any
-    ) -> tuple[Any, ...]:
+    def _post_compute_loss(self, labels: torch.Tensor, batch: Batch, *more: Any) -> tuple[Any, ...]:
         """Turn the value head's outputs [b, s], the last of `more`, into (sum of the pairs' losses,
         number of pairs int32, {metric: (sum, pairs)}). Collective over the context-parallel group,
         whose ranks other than the first return counts and metrics of 0."""
@@ -152,9 +148,7 @@ class RewardTrainer(DPOTrainer):
         pairs whose chosen answer has the higher score. Collective.
         """
 
-        def collect(
-            inputs: dict[str, Any], batch: dict[str, Any], scores: torch.Tensor
-        ) -> torch.Tensor:
+        def collect(inputs: dict[str, Any], batch: Batch, scores: torch.Tensor) -> torch.Tensor:
             return self._scores(batch, inputs["labels"], scores)
 
         scores = self.evaluator.collected(test_dataset, collect, (len(SIDES),))

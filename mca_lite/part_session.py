@@ -28,7 +28,7 @@ import torch
 from . import ckpt, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batch import in_documents
+from .batch import Batch, in_documents
 from .data_batches import (
     BatchPlan,
     Collator,
@@ -218,7 +218,7 @@ class SampleLoss:
     def metrics_keys(self) -> list[str]:
         return ["loss", *self.loss.metrics]
 
-    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _arrange(self, batch: Batch) -> Batch:
         """Arrange a collated batch for the model. Adds "ends": self.ends, or for each document of
         the batch at which number its tokens begin and end; "answers", the number of samples with a
         label; and unless self.ends is given "token_number" [rows, s], which numbers trained tokens
@@ -239,7 +239,7 @@ class SampleLoss:
         batch["ends"] = torch.from_numpy(ends)
         return batch | {"answers": int(_firsts(batch, is_trained).sum())}
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> float:
+    def _count_of_loss(self, batch: Batch) -> float:
         if self.loss.counts == "answers":
             return batch["answers"]
         labels = int((batch["labels"] != IGNORE_INDEX).sum())
@@ -247,9 +247,7 @@ class SampleLoss:
             return labels
         return labels / self.tokens if self.tokens else 0
 
-    def _pre_compute_loss(
-        self, batch: dict[str, Any], inputs: dict[str, Any]
-    ) -> Callable[..., Any]:
+    def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any]) -> Callable[..., Any]:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
         if torch.is_grad_enabled() and self.ends is not None:  # a trainer weighs whole steps
@@ -257,7 +255,7 @@ class SampleLoss:
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
     def _post_compute_loss(
-        self, labels: Any, batch: dict[str, Any], losses: torch.Tensor
+        self, labels: Any, batch: Batch, losses: torch.Tensor
     ) -> tuple[Any, ...]:
         """Token losses [b, s] -> (sum of the loss's terms, count int32, {metric: (sum, count)}).
         count: trained tokens, or samples with one, as the loss counts; 0 for a loss that counts
@@ -301,7 +299,7 @@ class SampleLoss:
 
     def _tokens(
         self,
-        batch: dict[str, Any],
+        batch: Batch,
         logps: torch.Tensor,
         is_trained: torch.Tensor,
         entropy: torch.Tensor | None,
@@ -326,7 +324,7 @@ class SampleLoss:
         )
 
 
-def _firsts(batch: dict[str, Any], is_trained: torch.Tensor) -> torch.Tensor:
+def _firsts(batch: Batch, is_trained: torch.Tensor) -> torch.Tensor:
     """bool [b, s]: True for the first trained token of each sample in an arranged batch."""
     numbers = batch["token_number"]
     return torch.isin(numbers, batch["ends"].to(numbers.device)) & is_trained
@@ -724,7 +722,7 @@ class Session:
             costs=np.array([sum(len(one["labels"]) for one in row) for row in rows], np.float64),
         )
 
-    def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[dict[str, Any]]:
+    def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[Batch]:
         """The collated micro-batches that this rank computes. rows: the documents of each row. own:
         the rows are this replica's alone."""
         collate = Collator(self.backend.pad_token_id)

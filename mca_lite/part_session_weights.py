@@ -1,12 +1,13 @@
 """Whole tensors of a model in training, one after another, for a sampler."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from . import parallel
+from .weights_files import NamedTensors
 
 
 class ParamMeta(NamedTuple):
@@ -44,7 +45,7 @@ class Weights:
             return parallel.on_main(lambda: _metadata(forms.items()), ValueError)
         return _metadata(self.backend.weight_forms())
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> NamedTensors:
         self.backend.expect_here("weights", "model")
         finetuning = self.backend.finetuning
         if self.adapters == "only":

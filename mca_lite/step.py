@@ -17,7 +17,7 @@ import torch
 
 from . import ckpt, parallel, watchdog
 from .backend import mean_of
-from .batch import pack, packed_row, pad, split
+from .batch import Batch, pack, packed_row, pad, split
 from .files import IGNORE_INDEX, replacing
 from .loss_tokens import Logits
 from .trainer_events import Numbers
@@ -25,9 +25,7 @@ from .trainer_events import Numbers
 # -- micro-batches
 
 
-def arrange(
-    backend: Any, args: Any, batch: dict[str, Any], documents_per_sample: int = 1
-) -> dict[str, Any]:
+def arrange(backend: Any, args: Any, batch: Batch, documents_per_sample: int = 1) -> Batch:
     """Arrange a checked batch for the model: one document per row, or with sequence_packing one
     packed row. backend: the run's Backend. args: TrainingArguments. documents_per_sample: 2 for
     samples of two documents, such as pairs; otherwise 1."""
@@ -37,8 +35,8 @@ def arrange(
 
 
 def arrange_step(
-    backend: Any, objective: Any, given: list[dict[str, Any]], at_least: int = 0
-) -> list[dict[str, Any]]:
+    backend: Any, objective: Any, given: list[Batch], at_least: int = 0
+) -> list[Batch]:
     """Arrange `given`, the checked batches of a step, by the objective's _arrange, and pad them to
     lengths that the layout can shard: to one common length if it needs that.
 
@@ -55,12 +53,12 @@ def arrange_step(
     return [to_length(backend, batch, longest) for batch in batches]
 
 
-def row_length(batch: dict[str, Any]) -> int:
+def row_length(batch: Batch) -> int:
     """Number of positions in each row of an arranged micro-batch."""
     return batch["input_ids"].shape[1]
 
 
-def to_length(backend: Any, batch: dict[str, Any], at_least: int = 0) -> dict[str, Any]:
+def to_length(backend: Any, batch: Batch, at_least: int = 0) -> Batch:
     """Pad an arranged batch on the right, to a multiple of the length that the layout can shard and
     to `at_least` or more."""
     multiple = backend.length_multiple
@@ -68,7 +66,7 @@ def to_length(backend: Any, batch: dict[str, Any], at_least: int = 0) -> dict[st
     return pad(batch, length, backend.pad_token_id)
 
 
-def inputs_of(backend: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def inputs_of(backend: Any, batch: Batch) -> dict[str, Any]:
     """The model's keyword arguments for an arranged micro-batch, on this rank's device and sharded
     for its context-parallel rank.
 
@@ -87,7 +85,7 @@ def forward_step(
     backend: Any,
     args: Any,
     objective: Any,
-    data_iterator: Iterator[dict[str, Any]],
+    data_iterator: Iterator[Batch],
     model: Any,
     to_inputs: Callable[..., dict[str, Any]] | None = None,
 ) -> tuple[Any, Callable[..., Any]]:
@@ -111,7 +109,7 @@ def forward_step(
     return model(**inputs), loss_func
 
 
-def use_loss(backend: Any, objective: Any, batch: dict[str, Any] | None = None) -> None:
+def use_loss(backend: Any, objective: Any, batch: Batch | None = None) -> None:
     """Make the backend's model compute the objective's loss from logits, or cross entropy if the
     objective has none. objective: the trainer, or another object with its loss hooks.
 
@@ -124,7 +122,7 @@ def use_loss(backend: Any, objective: Any, batch: dict[str, Any] | None = None) 
 
 
 def _loss_in(
-    batch: dict[str, Any] | None, loss_of_logits: Callable[[Logits], torch.Tensor], logits: Logits
+    batch: Batch | None, loss_of_logits: Callable[[Logits], torch.Tensor], logits: Logits
 ) -> torch.Tensor:
     """Call loss_of_logits with the micro-batch as logits.batch -> its token losses."""
     return loss_of_logits(replace(logits, batch=batch))
@@ -140,10 +138,7 @@ def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any
 
 
 def compute_gradients(
-    backend: Any,
-    objective: Any,
-    forward_step: Callable[..., Any],
-    micro_batches: list[dict[str, Any]],
+    backend: Any, objective: Any, forward_step: Callable[..., Any], micro_batches: list[Batch]
 ) -> list[dict[str, Any]]:
     """Run forward and backward passes over a step's arranged micro-batches -> metrics per
     micro-batch, [] on pipeline stages before the last. Gradients stay in the backend. objective:
@@ -156,10 +151,7 @@ def compute_gradients(
 
 @torch.no_grad()
 def measure(
-    backend: Any,
-    forward_step: Callable[..., Any],
-    micro_batches: list[dict[str, Any]],
-    chunks: Any = None,
+    backend: Any, forward_step: Callable[..., Any], micro_batches: list[Batch], chunks: Any = None
 ) -> list[Any]:
     """Run forward passes over micro-batches, in evaluation mode and without gradients -> the third
     result of each loss_func; [] on pipeline stages before the last.
@@ -188,9 +180,7 @@ def collecting(
     the loss that wrap_reference() got; logits if these arguments have no labels; with a value head
     scores. batch: as to_inputs gets it, but its loss columns hold this rank's tokens."""
 
-    def forward_step(
-        data_iterator: Iterator[dict[str, Any]], model: Any
-    ) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any]]:
         batch = next(data_iterator)
         inputs = to_inputs(batch)
         of_rank = backend.loss_columns(batch)
@@ -240,7 +230,7 @@ def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ..
     return total * backend.micro_batch_weight, count.int(), metrics
 
 
-def count_labels(batch: dict[str, Any]) -> int:
+def count_labels(batch: Batch) -> int:
     """Number of trained tokens in the whole rows of a micro-batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 

@@ -24,7 +24,7 @@ import torch
 from . import cpu, model_config, parallel, run
 from .args import TrainingArguments, UseMcaArguments
 from .backend_torch import TorchBackend
-from .batch import zigzag
+from .batch import Batch, zigzag
 from .errors import refuse
 from .families import values_of
 from .mcore import mpu
@@ -74,7 +74,7 @@ class _Share(NamedTuple):
     replica: int
     index: torch.Tensor
     places: torch.Tensor
-    batches: list[dict[str, Any]]
+    batches: list[Batch]
     losses: list[list[float]]
 
 
@@ -137,7 +137,7 @@ def _fill_adapters(model: Any, plan: run.Plan) -> None:
     plan.model.finetuning.fill_fresh(model, draw)
 
 
-def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
+def _run(trainer: Any, batches: list[Batch]) -> list[list[float]]:
     """Run the forward and backward passes of a step -> the loss's pair, [sum, count] or [mean, 1],
     per micro-batch; [] except on the last pipeline stage. Gradients stay in the backend."""
     metrics = compute_gradients(trainer.backend, trainer, trainer.forward_step, batches)
@@ -148,7 +148,7 @@ class _Part:
     """Keeps this rank's share of the layers' outputs during the step, by hooks: for the first row
     of the first micro-batch, on data-parallel rank 0 only."""
 
-    def __init__(self, trainer: Any, batch: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, batch: Batch) -> None:
         self.backend = trainer.backend
         self.models = trainer.backend.model
         self.tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -166,7 +166,7 @@ class _Part:
     def places(self) -> torch.Tensor:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
-    def share(self, batches: list[dict[str, Any]], losses: list[list[float]]) -> _Share:
+    def share(self, batches: list[Batch], losses: list[list[float]]) -> _Share:
         """This rank's _Share. Losses are in it only on tensor-parallel rank 0 of the last pipeline
         stage, and micro-batches only if it is context-parallel rank 0 too, so that no data is sent
         twice.
@@ -319,9 +319,7 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
     return [oracle, noise, least]
 
 
-def _least_noise(
-    plan: run.Plan, batches: list[dict[str, Any]], oracle: dict[str, Any]
-) -> dict[Name, float]:
+def _least_noise(plan: run.Plan, batches: list[Batch], oracle: dict[str, Any]) -> dict[Name, float]:
     """The least relative noise that is assumed in a bf16 run: {tensor's name: number}. A loss gets
     _LOSS. In a model with experts rounding may send one token to another expert, so each output
     and gradient gets one token's share of a norm, 1 / sqrt(n), where n is an output's length, the
@@ -381,11 +379,7 @@ def _plain_trainer(plan: run.Plan, trainer: Any, bf16: bool) -> Any:
 
 
 def _plain_step(
-    plan: run.Plan,
-    trainer: Any,
-    batches: list[dict[str, Any]],
-    places: torch.Tensor,
-    dtype: torch.dtype,
+    plan: run.Plan, trainer: Any, batches: list[Batch], places: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
     model on this rank. dtype: of the model's weights; beside bf16, adapters stay float32. trainer:
@@ -415,7 +409,7 @@ def _plain_step(
 
 
 @torch.no_grad()
-def _plain_logits(trainer: Any, batch: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+def _plain_logits(trainer: Any, batch: Batch, places: torch.Tensor) -> torch.Tensor:
     """Logits [places, V] of the batch's first row at `places`, on the CPU."""
     inputs = {**trainer.inputs_of(batch), "labels": None}
     with trainer.backend.autocast():

@@ -19,6 +19,7 @@ from . import ckpt, ckpt_folder, mcore, parallel, parts, watchdog
 from .backend import mean_of
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
+from .batch import Batch
 from .callbacks import (
     FLAGS,
     Interrupted,
@@ -241,7 +242,7 @@ class McaTrainer(OtherNames):
         return self._end_run(time.perf_counter() - started)
 
     def training_step(
-        self, models: Any, data_iterator: Iterable[dict[str, Any]], seq_length: int
+        self, models: Any, data_iterator: Iterable[Batch], seq_length: int
     ) -> tuple[Any, ...]:
         """One optimizer step over all micro-batches of `data_iterator`, collated or already
         arranged.
@@ -285,14 +286,12 @@ class McaTrainer(OtherNames):
         )
         return output, self.guard.mark(loss_func)
 
-    def prepared(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def prepared(self, micro_batches: list[Batch]) -> list[Batch]:
         """A step's arranged micro-batches, with the columns that _prepare_micro_batches adds, such
         as log-probabilities of a reference model. All ranks must call it."""
         return self._prepare_micro_batches(micro_batches, row_length(micro_batches[0]))
 
-    def _prepare_micro_batches(
-        self, micro_batches: list[dict[str, Any]], seq_length: int
-    ) -> list[dict[str, Any]]:
+    def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         """Hook: add columns to the micro-batches of a training or evaluation step before they run
         -> the micro-batches. All ranks call it, so it may use collectives or run a second model
         forward.
@@ -305,14 +304,14 @@ class McaTrainer(OtherNames):
         a column of tokens sharded as the tokens are."""
         return micro_batches
 
-    def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
+    def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any], *more: Any) -> Any:
         """Hook: make the loss_func(output) of a micro-batch. Called on every pipeline stage.
 
         batch: whole rows, except for loss columns (register_column), which hold this rank's part.
         inputs: the model's inputs. more: passed to _post_compute_loss between labels and losses."""
         return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
-    def inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def inputs_of(self, batch: Batch) -> dict[str, Any]:
         """The model's keyword arguments for an arranged micro-batch, on this rank's device and
         sharded for its context-parallel rank; see step.inputs_of."""
         return inputs_of(self.backend, batch)
@@ -327,7 +326,7 @@ class McaTrainer(OtherNames):
         self.terms = (labels, losses.detach())
         return sum_losses(self.backend, labels, losses)
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> float:
+    def _count_of_loss(self, batch: Batch) -> float:
         """Hook: the count by which a micro-batch's loss is divided, as _post_compute_loss will
         return it, but for whole rows. It is needed before the forward pass, to weight router
         losses."""
@@ -426,8 +425,8 @@ class McaTrainer(OtherNames):
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
     def read_step(
-        self, loader: Iterator[dict[str, Any]], plan: BatchPlan, step: int
-    ) -> tuple[list[dict[str, Any]], int, Numbers]:
+        self, loader: Iterator[Batch], plan: BatchPlan, step: int
+    ) -> tuple[list[Batch], int, Numbers]:
         """Read and arrange the micro-batches of a step -> (this rank's micro-batches, the first
         one's row length, Numbers with their token counts, 0 unless backend.counts_tokens). They get
         one length if the layout needs it, which may take a collective."""
@@ -446,7 +445,7 @@ class McaTrainer(OtherNames):
         self.backend.weigh_micro_batches(batches, filled)
         return batches, row_length(batches[0]), numbers
 
-    def look_ahead(self, plan: BatchPlan) -> Iterator[dict[str, Any]]:
+    def look_ahead(self, plan: BatchPlan) -> Iterator[Batch]:
         """Yield this rank's next arranged micro-batches up to the end of the epoch, each padded by
         itself, without changing the trainer's state, to build cuDNN graphs ahead for their sizes.
         plan: the run's BatchPlan.
@@ -464,7 +463,7 @@ class McaTrainer(OtherNames):
             [checked] = self._checked([batch])
             yield to_length(self.backend, self._arrange(checked))
 
-    def _checked(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _checked(self, batches: list[Batch]) -> list[Batch]:
         """Check the data collator's batches with check_batch -> the batches with missing columns
         added. ValueError: see check_batch."""
         # if so, attention_mask numbers the documents of a row
@@ -472,15 +471,13 @@ class McaTrainer(OtherNames):
         unread = vars(type(self)).get("unread_columns", ())
         return [check_batch(batch, numbered, self.limits, unread) for batch in batches]
 
-    def _count(
-        self, batches: list[dict[str, Any]], arranged: list[dict[str, Any]]
-    ) -> tuple[Any, ...]:
+    def _count(self, batches: list[Batch], arranged: list[Batch]) -> tuple[Any, ...]:
         """A step's counts on this rank: (*sums of count_tokens over the checked batches, number of
         positions in the arranged rows, with padding)."""
         counts = zip(*map(count_tokens, batches), strict=True)
         return *map(sum, counts), sum(batch["input_ids"].numel() for batch in arranged)
 
-    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _arrange(self, batch: Batch) -> Batch:
         """Hook: arrange a checked batch for the model: one document per row, or with
         sequence_packing one packed row; see step.arrange."""
         return arrange(self.backend, self.args, batch, self.documents_per_sample)

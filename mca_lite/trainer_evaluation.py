@@ -14,7 +14,7 @@ import torch
 
 from . import parallel
 from .args_rules import check_metric
-from .batch import in_documents, real_documents
+from .batch import Batch, in_documents, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge, expect
@@ -161,9 +161,7 @@ class Evaluator:
             yield step, *trainer.read_step(batches, plan, step)
         trainer.loaders["eval_dataloader"] = None
 
-    def forward(
-        self, forward_step: Callable[..., Any], batches: list[dict[str, Any]], *_: Any
-    ) -> list[Any]:
+    def forward(self, forward_step: Callable[..., Any], batches: list[Batch], *_: Any) -> list[Any]:
         """Run forward_step over micro-batches, without gradients, and notify callbacks -> one
         result per micro-batch; [] on pipeline stages before the last."""
         results = measure(self.backend, forward_step, batches)
@@ -208,9 +206,7 @@ class Evaluator:
         has two documents, chosen before rejected."""
         count = self.trainer.documents_per_sample
 
-        def collect(
-            inputs: dict[str, Any], batch: dict[str, Any], losses: torch.Tensor
-        ) -> torch.Tensor:
+        def collect(inputs: dict[str, Any], batch: Batch, losses: torch.Tensor) -> torch.Tensor:
             sums = sum_documents(self.backend, batch, inputs["labels"], losses)
             return sums.t().reshape(-1, count, 2)
 
@@ -233,7 +229,7 @@ def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
     return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
 
 
-def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int) -> None:
+def _check_documents(batch: Batch, numbers: list[int], per_sample: int) -> None:
     """Raise ValueError if a packed row has more or fewer documents than its samples, since results
     could not be matched. numbers: the indices of the batch's samples. per_sample: documents per
     sample."""
@@ -247,9 +243,7 @@ def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int)
     )
 
 
-def sum_documents(
-    backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
-) -> torch.Tensor:
+def sum_documents(backend: Any, batch: Batch, labels: Any, losses: torch.Tensor) -> torch.Tensor:
     """[2, real documents] in the dtype of `losses`: each document's sum of log-probabilities over
     its labels, and the number of labels.
 
@@ -267,7 +261,7 @@ def sum_documents(
     return backend.sum_over_context_parallel(sums).index_select(1, real)
 
 
-def borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
+def borders(batch: Batch) -> list[tuple[int, int, int]]:
     """[(row, start, end)] of each document in an arranged batch; padding at a document's end is
     outside, so a document of padding alone has end == start."""
     real = ~batch["padding_mask"]
