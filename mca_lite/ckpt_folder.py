@@ -59,11 +59,12 @@ class OutputFolderError(UserError, ValueError):
 @contextlib.contextmanager
 def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other runs out of output_dir while this context is open; make the folder if it is
-    missing. At the end a folder with the lock file alone is removed.
+    missing.
 
-    The main rank locks a file, if the file system has locks; the lock ends with the process.
-    Contexts may be nested. Raises OutputFolderError if another run trains in the folder, if it
-    cannot be written, or if the nodes do not share it. Collective on entry."""
+    The main rank locks a file, if the file system has locks; the lock ends with the process. At the
+    end that rank removes the folder if it holds nothing else. Contexts may be nested. Raises
+    OutputFolderError if another run trains in the folder, if it cannot be written, or if the nodes
+    do not share it. Collective on entry."""
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:
         is_new = parallel.on_main(lambda: _take(folder, held), OutputFolderError)
@@ -162,8 +163,9 @@ _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+
 
 
 class CheckpointError(UserError, ValueError):
-    """A checkpoint that cannot be written or read. The text is expected to be the same on all
-    ranks, so the command line prints it on one."""
+    """A checkpoint that cannot be written or read, or does not go with the run, such as one of an
+    earlier run where a new one starts. The text is expected to be the same on all ranks, so the
+    command line prints it on one."""
 
     same_on_all_ranks = True
 

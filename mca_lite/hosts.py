@@ -28,9 +28,10 @@ from .weights_files import NamedTensors
 
 class Weight(NamedTuple):
     """One weight of a megatron model, or the parameters of one module of a transformers model,
-    without those of its submodules. key: the name by which a MegatronHost or TorchHost knows it.
-    modules: its Hugging Face modules, which can only be trained together. is_tied: True for the
-    embedding, and for the head, if they share one weight."""
+    without those of its submodules. key: what its host calls it: (megatron's name, layer or
+    None) from a MegatronHost, the module's name from a TorchHost. modules: its Hugging Face
+    modules, which can only be trained together. is_tied: True for the embedding, and for the head,
+    if they share one weight."""
 
     key: Any
     modules: tuple[str, ...]

@@ -127,9 +127,9 @@ class PretrainedConfig:
     def from_json_file(
         cls, path: str | os.PathLike[str], args: TrainingArguments | None = None
     ) -> "McaModelConfig":
-        """Read an mca_config.json. If `args` is given, its layout and the other model keys that it
-        sets replace the saved ones. fp8 settings are not read: each run chooses them. ValueError
-        for invalid JSON, an unknown class or unknown fields."""
+        """Read an mca_config.json. If `args` is given, the fields that it determines, such as the
+        parallel layout, replace the saved ones. fp8 settings are not read: each run chooses them.
+        ValueError for invalid JSON, an unknown class or unknown fields."""
         # fp8 is a choice of each run, and needs a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
@@ -151,7 +151,7 @@ class PretrainedConfig:
     @classmethod
     def build(cls, values: dict[str, Any], args: TrainingArguments | None, origin: str) -> Any:
         """Build a config from `values` (field name -> JSON value), overridden by the fields that
-        `args` set. ValueError for unknown fields; `origin` names the file in the message.
+        `args` determine. ValueError for unknown fields; `origin` names the file in the message.
 
         With `args`, the saved coefficient of the routers' balancing loss is dropped: it comes from
         `args`, or else from the Hugging Face config (0 if the family does not read it there).

@@ -128,8 +128,9 @@ def _shares(scores: torch.Tensor, score_function: str) -> torch.Tensor:
 
 
 def count_choices(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Choices per expert by real tokens, and the number of these tokens: float32 [b, E + 1].
-    experts: [s b, k] or [s, b, k]; real: bool [s, b], True for tokens, False for padding."""
+    """For each row the choices per expert by real tokens, then the number of these tokens: float32
+    [b, E + 1]. experts: [s b, k] or [s, b, k]; real: bool [s, b], True for tokens, False for
+    padding."""
     found = real.new_zeros(*real.shape, num_experts + 1, dtype=torch.float32)
     found.scatter_(-1, experts.reshape(*real.shape, -1), 1.0)[..., -1] = 1.0
     return found.mul_(real.unsqueeze(-1)).sum(0)
@@ -503,7 +504,7 @@ def _add_gradient(
 ) -> None:
     """Add the weight gradients of experts to main_grad [n, out, in], in place: for each expert,
     grad^T x over its rows. x [T, in] and grad [T, out] are sorted by expert; ends [n], int32: where
-    each expert's rows end. With a kernel, sums are float32 throughout."""
+    each expert's rows end. With part_triton's kernel, sums are float32 throughout."""
     if compiles(x) and x.itemsize == 2 and main_grad.dtype == torch.float32:
         fused().add_gradient_of_experts(x, grad, ends, main_grad)
     else:
@@ -512,9 +513,9 @@ def _add_gradient(
 
 class ExpertsProduct(torch.autograd.Function):
     """Each expert's rows of x [T, in] times its transposed matrix -> [T, out]. weight: [experts,
-    ..., in], read as [experts, out, in]. ends: int32 [experts], where each expert's rows end.
-    Backward adds a trained weight's gradient to its main_grad, and gives megatron's DDP hook an
-    uninitialised tensor instead."""
+    ..., in], read as [experts, out, in]. ends: int32 [experts], where each expert's rows end. For a
+    weight in model_linears.zeros_from() the result is zeros. Backward adds a trained weight's
+    gradient to its main_grad, and gives megatron's DDP hook an uninitialised tensor instead."""
 
     @staticmethod
     def forward(
@@ -630,7 +631,8 @@ class Experts(MegatronModule):
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """Yield (expert index in the layer, megatron's tensor name such as "linear_fc1.weight",
-        view) for each expert on this rank. Matrices have two dimensions, biases one."""
+        view) for each tensor of each expert on this rank. Matrices have two dimensions, biases
+        one."""
         n = len(self.fc1)
         for i in range(n):
             number = n * self.ep_group.rank() + i

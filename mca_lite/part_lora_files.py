@@ -179,8 +179,8 @@ def adapter_of_keys(keys: LoraArguments) -> tuple[LoraSpec, AdapterSource | None
 
 
 def brings_value_head(folder: PathLike) -> bool:
-    """True if the folder's adapter contains a trained value head. ConfigError or ValueError if the
-    adapter cannot be read.
+    """True if the folder's adapter has a trained value head, which its modules_to_save name.
+    ConfigError or ValueError if the adapter cannot be read.
     """
     spec, _ = read_adapter(folder)
     return VALUE_HEAD in spec.modules_to_save

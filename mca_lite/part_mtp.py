@@ -39,8 +39,8 @@ class Targets(NamedTuple):
     and next_slots are token ids, labels and image-feature indices of the tokens 1 to k positions
     later in the same document. k: number of prediction layers.
 
-    After the end of the document, its padding included, the id is 0, the label IGNORE_INDEX and the
-    index -1. A text token has the index -1.
+    Beyond the document and the padding that belongs to it, the id is 0, the label IGNORE_INDEX and
+    the index -1. A text token has the index -1.
     """
 
     labels: torch.Tensor
@@ -140,8 +140,8 @@ class Predictions(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor} of all prediction layers, with each layer's index in the
-        names."""
+        """{name: megatron's ShardedTensor or ShardedObject} of all prediction layers, with each
+        layer's index in the names."""
         state: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
             state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)

@@ -50,7 +50,7 @@ BESIDE_DECODER = Prediction(
 def prediction_of(model_type: str | None) -> Prediction:
     """The Hugging Face names of multi-token prediction layers in a model type: BESIDE_DECODER
     ("mtp.layers.0.") for families in whose row `prediction` and `unused` are set, otherwise
-    AFTER_DECODER ("model.layers.61.")."""
+    AFTER_DECODER (such as "model.layers.61.", after 61 decoder layers)."""
     family = FAMILIES.get(str(model_type))
     if family is not None and family.prediction and family.unused:
         return BESIDE_DECODER
@@ -75,7 +75,8 @@ def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iter
 
 def check(m: Keys, a: Keys, judge: Judge) -> None:
     """Report to `judge` keys for multi-token prediction that the model does not support. m: the
-    model's sizes, a McaModelConfig or args_rules_model.numbers_of(). a: the run's arguments."""
+    model's sizes, a McaModelConfig or args_rules_model.numbers_of(). a: the run's arguments, or the
+    same McaModelConfig."""
     having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
     if str(m.hf_model_type) in FAMILIES.keys() - having.keys():
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"

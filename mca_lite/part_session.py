@@ -86,7 +86,8 @@ class Tokens:
     is_trained: bool, True where there is a label.
     lengths: float32, for each trained token the number of trained tokens in its sample.
     is_first: bool, True for the first trained token of each sample.
-    columns: the sample columns that the loss reads, 0 where there is no label.
+    columns: {name: values} of the columns that the loss reads and the samples have; 0 where there
+    is no label.
     entropy: of the next-token distribution; None unless the loss sets wants_entropy.
     sum_samples: function of values [b, s] that gives each trained token its sample's sum, on all
     context-parallel ranks; call sum_of_sample instead, which leaves out tokens without a label.
@@ -220,9 +221,9 @@ class SampleLoss:
 
     def _arrange(self, batch: Batch) -> Batch:
         """Arrange a collated batch for the model. Adds "ends": self.ends, or for each document of
-        the batch at which number its tokens begin and end; "answers", the number of samples with a
-        label; and unless self.ends is given "token_number" [rows, s], which numbers trained tokens
-        (-1: no label)."""
+        the batch at which number its trained tokens begin and end; "answers", the number of samples
+        with a label; and unless self.ends is given "token_number" [rows, s], which numbers trained
+        tokens (-1: no label)."""
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(
@@ -462,7 +463,7 @@ class Session:
     adapters.
     args: TrainingArguments; their learning-rate schedule has no effect. ValueError if
     calculate_per_token_loss is false.
-    tokenizer: its padding token is used; None: token 0.
+    tokenizer: its padding token is used; without one, or None: token 0.
     backend: replaces the one made for the model.
     cutoff_len: with sequence_packing, samples are packed by best fit into rows of at most this many
     tokens; None: all samples of a micro-batch form one row.
@@ -561,11 +562,12 @@ class Session:
         Output. Collective.
 
         loss: a name in SESSION_LOSSES. numbers: the loss's parameters.
-        last: reduce the gradients over ranks in this call's backward pass; no other call that adds
+        last: this call's backward pass may reduce the gradients over ranks; no other call that adds
         gradients may follow before optim_step or discard.
         own: each data-parallel replica passes its own samples, as for log_probs; the sum then
-        covers the samples of all replicas. ValueError for an unknown loss or parameter, and for
-        invalid samples.
+        covers the samples of all replicas.
+        ValueError for an unknown loss or parameter, for invalid samples, after a call with
+        last=True, and for dropout with a loss that compares log-probabilities of two passes.
         """
         return self._run(samples, loss_of(loss, numbers), True, last, own)
 
@@ -578,8 +580,8 @@ class Session:
         function(samples, logps): returns (loss, {metric: number}), computed with torch on the CPU.
         logps: float32 [n] for each sample, from a first forward pass; a second one, with a backward
         pass, adds the gradient. optim_step does not divide this gradient by a count of tokens.
-        last: as in forward_backward. ValueError if the loss is not a differentiable scalar, or a
-        label's gradient is not finite.
+        last: as in forward_backward. ValueError if the loss is not a differentiable scalar, if a
+        label's gradient is not finite, or if the model has dropout.
         """
         logps = [values.requires_grad_() for values in self.log_probs(samples)]
         loss, metrics = function(samples, logps)

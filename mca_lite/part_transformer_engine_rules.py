@@ -19,7 +19,7 @@ _FP8 = (
 def check_fp8(m: Keys, a: Keys, judge: Judge) -> None:
     """Report to `judge` models and layouts that fp8 does not support, such as sizes that are no
     multiple of 16 on a rank. m: the model's sizes as attributes, named as in McaModelConfig. a: the
-    run's TrainingArguments."""
+    run's arguments, or the same McaModelConfig."""
     judge.apply(_FP8)
     # Transformer Engine's 8-bit matmuls need sizes that 16 divides
     tp = a.tensor_model_parallel_size

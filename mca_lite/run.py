@@ -183,7 +183,7 @@ def _plan_model(
 
 def _of_any_depth(arguments: RunArguments) -> RunArguments:
     """A copy of the arguments for a second model, such as a reference, which only runs forward: its
-    number of layers need not fit the run's pipeline layout, and nothing is recomputed."""
+    layers are spread over the pipeline stages by their cost, and nothing is recomputed."""
     arguments = copy.copy(arguments)
     arguments.training = training = copy.copy(arguments.training)
     training.pipeline_model_parallel_layout = "auto"
@@ -209,8 +209,9 @@ def open_source(planned: PlannedModel, seed: int = 42) -> None:
     """Read the headers of a planned model's weight files, and set planned.source. Nothing is read
     for a model that is trained from scratch or comes from a megatron checkpoint.
 
-    seed: draws a value head if the files lack it. ValueError for tensors that do not fit
-    config.json; on plain torch only in a model type of FAMILIES."""
+    seed: on megatron-core draws a value head that the files lack. ValueError if files are missing
+    or cannot be read, for a value head of TRL or LLaMA-Factory, and for tensors that do not fit
+    config.json; the last on plain torch only in a model type of FAMILIES."""
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):

@@ -208,8 +208,8 @@ def register_keys(
     needs: args_rules_training.Need rows, for keys that have no effect unless other keys have
     certain values.
     fixed: keys that must not change when a run is resumed.
-    of_stages: if True, a key works only in stages whose row in OBJECTIVES names it under `keys`;
-    elsewhere a note says that it has no effect.
+    of_stages: if True, a key works only in stages whose row in OBJECTIVES names it under `keys`; in
+    other stages a key set to another value than its default gets a note that it has no effect.
 
     Call it on every rank before the configuration is parsed. ValueError for a name or key that
     exists, TypeError if `group` is no ArgumentGroup.
@@ -230,7 +230,7 @@ FINETUNING: dict[str, Any] = {"full": "finetuning:Finetuning"}
 def function_of(name: Any) -> Any:
     """Import "module:name" from this package, such as "trainer:McaTrainer", or "module" for the
     module itself. Anything but a string is returned unchanged. UserError if the module belongs to
-    an optional part whose files are missing."""
+    an optional part that cannot be used because files are missing."""
     if not isinstance(name, str):
         return name
     module, _, attribute = name.partition(":")
@@ -269,7 +269,8 @@ class Objective:
     trainer: McaTrainer or a subclass, or "module:Class" in this package.
     scores: True if the model has a value head instead of logits.
     has_binary_labels: True if labels are 1 or 0, False if they can be any number.
-    least_samples: fewest samples of a training or evaluation set that is not streamed.
+    least_samples: fewest samples of a training or evaluation set that is read from files, unless it
+    is streamed.
     metrics: the trainer's metrics_keys. Given here for trainers of this package, which are not
     imported yet. eval_<metric> may choose the best checkpoint.
     keys: configuration key -> field of the trainer's config.
@@ -370,7 +371,7 @@ class Optimizer(NamedTuple):
     states: names of its state tensors with the parameter's shape, for checkpoints.
     counts_steps: True if the state also has a tensor "step" that counts updates.
     megatron: the name of megatron-core's optimizer to use on that backend. make() is used there too
-    if this is None, and may be if moments are in 8 or 16 bits.
+    if this is None, and may be if moments are in 8 or 16 bits or with optimizer_cpu_offload.
     halves(groups, args): builds the optimizer for bf16 weights that are the upper halves of float32
     masters; None: there is none.
     of_matrices: state names, instead of `states`, for matrices in hidden layers. Such parameters
@@ -501,18 +502,19 @@ class Column:
     """A named value of the data beside or among the tokens, such as "labels", "pair_weight" or
     "position_ids", as samples and micro-batches have it: one row of COLUMNS.
 
-    per: "token": sharded by context parallelism like the tokens; "document" or "sample": one value
+    per: "token": sharded by context parallelism like the tokens; "document" or "sample": one entry
     each; "input": rows for inputs other than text (such as pixels), concatenated in document order,
     not sharded, absent if the micro-batch has none.
     dtype: name of a torch dtype, such as "int64".
     padding: the value at padding positions; for input_ids the tokenizer's is used instead.
     more_dims: number of dimensions of one token's value; 0: a number.
-    default: the value for a document without the column; None: if data files may give the column,
-    each document needs it.
+    default: the value for a document without the column; None: if is_registered, each document
+    needs a value.
     of_dataset: (DatasetSpec, DataArguments) -> the value for a dataset's documents, or None for the
     default.
     to_model: True if the forward pass gets the column, as a keyword.
-    given_by: where it may come from; "record" means a field of a dataset's files.
+    given_by: what may have it under its name: "sample", those of a Python dataset; "collator", its
+    batches; "record", the objects in any dataset's files.
     of_key: True if DataArguments has a key of this name; its value names the field of records that
     contains the column.
     """
@@ -529,8 +531,8 @@ class Column:
 
     @property
     def is_registered(self) -> bool:
-        """True if fields of data files may give the column, as for columns that user scripts
-        register."""
+        """True if the objects in any dataset's files may have the column as a field of its name,
+        like columns that user scripts register."""
         return "record" in self.given_by
 
 
@@ -593,10 +595,10 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
     Loss hooks get it in `batch`, on the rank's device: [b, s] per token, sharded like the tokens;
     [n] per document or sample.
 
-    In a Python dataset, a document gives a number, or a list as long as its tokens. In files, a
-    record gives a number. Records without it take the dataset's value: `values` of its entry in
-    dataset_info.json, or of_dataset. One number applies to all tokens of a document. A document
-    without a value raises ValueError, unless the column has a default.
+    In a Python dataset, a document gives a number, or for a column per token a list as long as its
+    tokens. In files, a record gives a number. Records without it take the dataset's value: `values`
+    of its entry in dataset_info.json, or of_dataset. One number applies to all tokens of a
+    document. A document without a value raises ValueError, unless the column has a default.
 
     Call it on every rank before the data is read. ValueError for a name that exists or an unknown
     `per`.
@@ -608,6 +610,6 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
 
 
 def registered_columns() -> dict[str, Column]:
-    """{name: Column} for the columns that data files may give, such as those that user scripts
+    """{name: Column} for the columns with is_registered, such as those that user scripts
     registered."""
     return {name: column for name, column in COLUMNS.items() if column.is_registered}

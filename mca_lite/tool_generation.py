@@ -63,7 +63,7 @@ _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9f
 class Decoding(NamedTuple):
     """Settings for an answer: the most tokens that it may have, and how each token is chosen. None:
     as in the model's generation_config.json, or MAX_NEW_TOKENS if that has no max_new_tokens.
-    temperature 0: the most likely token (greedy), whatever top_p is."""
+    temperature 0: without sampling (greedy), whatever top_p is."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -167,7 +167,8 @@ def _run_folder(folder: Path) -> Path:
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
     """Read the named keys (separated by spaces) from the config.yaml of a folder's run, if there is
-    one, as attributes; every other key has its default. Prints the keys that were found.
+    one, as attributes; every other key has its default ("" if it is required). Prints the keys that
+    were found.
 
     The user did not name that file, so callers must not let models that it names run code. Raises
     ConfigError if the file cannot be read, or a value does not fit its key.

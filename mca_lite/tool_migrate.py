@@ -113,8 +113,8 @@ def _migrate(path: Path) -> int:
 def read(path: Path) -> tuple[str, dict[str, Any], str]:
     """Read another trainer's file -> (name of the trainer, {key: raw value}, beginning of the
     command that launches it). Keys of nested groups are joined by dots; booleans are texts, and
-    empty values are left out. UserError for a shell script without such a command, and for a file
-    without keys."""
+    empty values are left out, except those of a script's options. UserError for a shell script
+    without such a command, and for a file without keys."""
     if path.suffix == ".toml":
         import tomllib
 

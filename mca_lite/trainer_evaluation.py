@@ -152,8 +152,8 @@ class Evaluator:
         self, loader: Any, plan: BatchPlan
     ) -> Iterator[tuple[int, list[dict[str, Any]], int, Numbers]]:
         """Yield (step index, this rank's micro-batches, the first one's row length, Numbers with
-        this rank's token counts) for each evaluation step. Collective if the layout needs one
-        length on all ranks."""
+        their token counts, 0 unless backend.counts_tokens) for each evaluation step. Collective if
+        the layout needs one length on all ranks."""
         trainer = self.trainer
         trainer.loaders["eval_dataloader"] = loader
         batches = iter(loader)
