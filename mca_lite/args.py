@@ -15,7 +15,6 @@ import difflib
 import functools
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import MISSING, dataclass, field
@@ -54,7 +53,7 @@ from .args_values import (
     read_config_file,
 )
 from .errors import ConfigError, Judge, Problem
-from .files import parse_size, read_model_config, write_file
+from .files import PathLike, parse_size, read_model_config, write_file
 from .tables import (
     ALIASES,
     FINETUNING,
@@ -652,7 +651,7 @@ class RunArguments:
             del values["gradient_accumulation_steps"]
         return values
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: PathLike) -> None:
         """Write to_yaml_dict() to the YAML file `path`; make its folder if absent."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

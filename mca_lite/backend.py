@@ -7,7 +7,6 @@ metrics).
 """
 
 import abc
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from . import cpu, kernels, parallel
 from .args import check_together
 from .batch import Batch, to_rank
 from .errors import Keys, expect
+from .files import PathLike
 from .finetuning import finetuning_of
 from .hosts import module_of
 from .loss_tokens import LossOfLogits
@@ -191,7 +191,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def _export(
-        self, folder: os.PathLike[str], max_shard_size: str | int, change: Change | None = None
+        self, folder: PathLike, max_shard_size: str | int, change: Change | None = None
     ) -> list[str]:
         """Write the model as a Hugging Face checkpoint -> file names on global rank 0, []
         elsewhere. change(name, tensor): returns the tensor to write instead; None: no change.
@@ -396,7 +396,7 @@ class Backend(abc.ABC):
             if carried.shape == rows.shape:  # the checkpoint may have another number of layers
                 rows += carried
 
-    def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
+    def load_state(self, folder: PathLike, with_optimizer: bool = True) -> None:
         """Load a checkpoint's weights; with with_optimizer also its optimizer state. ValueError if
         its adapters do not fit this run's, or if only the checkpoint or only the run has adapters.
         Collective."""
@@ -419,7 +419,7 @@ class Backend(abc.ABC):
         else:
             yield from self.finetuning.trained_tensors(self.model).items()
 
-    def export_hf(self, folder: os.PathLike[str], max_shard_size: str | int) -> list[str]:
+    def export_hf(self, folder: PathLike, max_shard_size: str | int) -> list[str]:
         """Write the trained model as a Hugging Face checkpoint, or with LoRA its adapters in PEFT's
         format -> names of this rank's files. Collective."""
         self.finish_param_sync()
@@ -427,12 +427,12 @@ class Backend(abc.ABC):
             return self.export_adapters(folder)
         return self._export(folder, max_shard_size)
 
-    def export_adapters(self, folder: os.PathLike[str]) -> list[str]:
+    def export_adapters(self, folder: PathLike) -> list[str]:
         """Write the adapters in PEFT's format -> names of this rank's files. Collective; without
         adapters nothing is done -> []."""
         return self.finetuning.export_beside(self.model, folder)
 
-    def export_merged(self, folder: os.PathLike[str], max_shard_size: str | int) -> None:
+    def export_merged(self, folder: PathLike, max_shard_size: str | int) -> None:
         """Write the model with its adapters merged, as a Hugging Face checkpoint. Collective."""
         self.finish_param_sync()
         self._export(folder, max_shard_size, self.finetuning.merger(self.model))

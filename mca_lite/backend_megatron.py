@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from .batch import Batch, RowLayout, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron, may_rest, owned_parameters
 from .errors import Judge, Keys
 from .families import rows_of
+from .files import PathLike
 from .hosts import module_of
 from .loss_tokens import LossOfLogits, TrainedPlaces
 from .mcore import (
@@ -547,7 +547,7 @@ class MegatronBackend(Backend):
         return in_words_of(self.config.name_or_path, self.hf_config, tensors)
 
     def _export(
-        self, folder: os.PathLike[str], max_shard_size: str | int, change: Change | None = None
+        self, folder: PathLike, max_shard_size: str | int, change: Change | None = None
     ) -> list[str]:
         return weights_convert.export_hf(self.model, folder, max_shard_size, change)
 
@@ -560,7 +560,7 @@ class MegatronBackend(Backend):
 
     # -- checkpoints
 
-    def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
+    def load_state(self, folder: PathLike, with_optimizer: bool = True) -> None:
         super().load_state(folder, with_optimizer)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

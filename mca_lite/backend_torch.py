@@ -6,7 +6,6 @@ the reference in tests of layouts.
 
 import functools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge, Keys, expect
 from .families import FAMILIES, values_of
 from .families_rows import has_value_head
-from .files import IGNORE_INDEX, describe_error
+from .files import IGNORE_INDEX, PathLike, describe_error
 from .inputs import inputs_of
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_linears import extra_factors
@@ -536,7 +535,7 @@ class TorchBackend(Backend):
     _sum_over_data_parallel = reduce
 
     def _export(
-        self, folder: os.PathLike[str], max_shard_size: str | int, change: Change | None = None
+        self, folder: PathLike, max_shard_size: str | int, change: Change | None = None
     ) -> list[str]:
         tensors = self._tensors_of_files(self.dtype, change)
         source = self.model.name_or_path

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import signal
 import threading
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 from . import parallel, world
 from .errors import Keys, expect
-from .files import read_json, write_json
+from .files import PathLike, read_json, write_json
 
 # -- state and callbacks
 
@@ -69,12 +68,12 @@ class TrainerState:
     def num_input_tokens_seen(self) -> int:
         return self.consumed_tokens
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: PathLike) -> None:
         """Write the state as JSON, atomically."""
         write_json(path, asdict(self))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "TrainerState":
+    def load(cls, path: PathLike) -> "TrainerState":
         """The state in a JSON file. Other keys, such as Hugging Face's Trainer writes, are ignored.
 
         Raises OSError for a missing file, ValueError if it is no JSON object with global_step, or a

@@ -18,7 +18,6 @@ on any rank ends saving on all ranks.
 import io
 import itertools
 import json
-import os
 import random
 import shutil
 import threading
@@ -39,7 +38,7 @@ from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_batches import Stream
-from .files import TRAINER_STATE_NAME, read_json, show_size, write_file
+from .files import TRAINER_STATE_NAME, PathLike, read_json, show_size, write_file
 from .finetuning import finetuning_of
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
@@ -523,7 +522,7 @@ def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
     return record, state
 
 
-def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
+def load_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> None:
     """Verify a checkpoint, and load its weights, and its optimizer state with with_optimizer.
     Raises CheckpointError if it is damaged, does not fit the backend and model, or lacks that
     state; ValueError if its adapters do not fit. Collective."""
@@ -534,7 +533,7 @@ def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: boo
     backend.load_state(Path(folder), with_optimizer)
 
 
-def save_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
+def save_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> None:
     """Write the weights, and the optimizer state with with_optimizer, as a checkpoint with a
     manifest, which load_model() reads. Raises CheckpointError if it cannot be written (OSError for
     the files of adapters). Collective.

@@ -40,7 +40,7 @@ from filelock import FileLock, Timeout
 
 from . import parallel
 from .errors import Keys, UserError
-from .files import CHECKPOINT_PREFIX, checksum, first_of, sync, text_values, write_file
+from .files import CHECKPOINT_PREFIX, PathLike, checksum, first_of, sync, text_values, write_file
 
 # -- the folder of a run
 
@@ -57,7 +57,7 @@ class OutputFolderError(UserError, ValueError):
 
 
 @contextlib.contextmanager
-def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
+def hold(output_dir: PathLike) -> Iterator[None]:
     """Keep other runs out of output_dir while this context is open; make the folder if it is
     missing.
 
@@ -278,7 +278,7 @@ def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
 # -- listing, publishing, pruning
 
 
-def checkpoint_folder(output_dir: str | os.PathLike[str], step: int) -> Path:
+def checkpoint_folder(output_dir: PathLike, step: int) -> Path:
     return Path(output_dir) / f"{CHECKPOINT_PREFIX}-{step}"
 
 
@@ -286,7 +286,7 @@ def step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-def all_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
+def all_folders(output_dir: PathLike) -> list[Path]:
     """The folders in output_dir named checkpoint-<step>, complete or not, lowest step first."""
     folders = filter(_is_own_folder, Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*"))
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
@@ -306,7 +306,7 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+def list_checkpoints(output_dir: PathLike) -> list[Path]:
     """The checkpoints in output_dir that have a manifest, so are complete, lowest step first."""
     return [path for path in all_folders(output_dir) if (path / MANIFEST_NAME).is_file()]
 
@@ -356,9 +356,7 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
         shutil.rmtree(folder)
 
 
-def set_newer_aside(
-    output_dir: str | os.PathLike[str], step: int, say: Callable[[str], None]
-) -> None:
+def set_newer_aside(output_dir: PathLike, step: int, say: Callable[[str], None]) -> None:
     """Rename checkpoints that are newer than `step`, from which a run resumes, to set-aside-*, and
     report it through `say`, which prints a line.
 
@@ -491,7 +489,7 @@ def check_new(args: Keys) -> list[Path]:
     return there
 
 
-def _clean(output_dir: str | os.PathLike[str]) -> None:
+def _clean(output_dir: PathLike) -> None:
     """Remove the folders of unfinished saves and deletions that a dead run left. A checkpoint that
     was being replaced gets its name back, unless a new one has it."""
     for left in filter(_is_own_folder, Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):

@@ -16,12 +16,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import Judge, UserError
 
 # -- names
 
+PathLike: TypeAlias = str | os.PathLike[str]  # a path, in either form
 IGNORE_INDEX = -100  # the label of a token without loss
 GENERATION_METRICS = ("exact_match", "rouge_l")  # metrics of predict_with_generate
 
@@ -80,7 +81,7 @@ READERS = 4  # threads that a rank reads with
 # -- reading and writing
 
 
-def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
+def write_file(path: PathLike, data: str | bytes) -> None:
     """Write a file atomically: a reader sees the old content or the new one, never a part.
 
     Text is written as UTF-8. The bytes are on disk before the file gets its name. If OSError is
@@ -98,7 +99,7 @@ def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: str | os.PathLike[str], record: Any, **options: Any) -> None:
+def write_json(path: PathLike, record: Any, **options: Any) -> None:
     """Write a record as indented JSON, atomically. options: further arguments of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
 
@@ -113,7 +114,7 @@ def cache_folder(folder: str | None = None) -> Path:
         raise ValueError(f"{name}: {error}: set cache_dir, or MCA_LITE_CACHE, to a path") from None
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_json(path: PathLike) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError with the file's name for other content."""
     try:
         record = json.loads(Path(path).read_bytes())
@@ -127,7 +128,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(folder: PathLike) -> Iterator[Path]:
     """Context with a temporary folder. If it ends without an error, the files written there move
     into `folder` one by one, each atomically, and replace files or links of the same name; other
     files stay. After an error in the context nothing moves."""
@@ -145,7 +146,7 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
                 target.mkdir()
 
 
-def sync(path: str | os.PathLike[str]) -> None:
+def sync(path: PathLike) -> None:
     """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -154,7 +155,7 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def checksum(path: str | os.PathLike[str]) -> tuple[int, int]:
+def checksum(path: PathLike) -> tuple[int, int]:
     """(size in bytes, CRC-32) of a file; several threads read its pieces."""
     total = 0
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
@@ -209,7 +210,7 @@ class ChecksumWriter:
     written. Meanwhile a thread flushes earlier bytes to disk. If the context ends without an error,
     every byte is on disk."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: PathLike) -> None:
         self.size = 0
         self.crc = 0
         self._file = open(path, "wb")
@@ -284,7 +285,7 @@ def snapshot_of(path: Path) -> Path | None:
     return next((p for p in (path, *path.parents) if p.parent.name == "snapshots"), None)
 
 
-def check_can_write(folder: str | os.PathLike[str], key: str) -> None:
+def check_can_write(folder: PathLike, key: str) -> None:
     """Raise ValueError if `folder` cannot be written or made, judged by it or its nearest existing
     parent. Changes nothing. key: the configuration key that names the folder."""
     wanted = existing = Path(folder).absolute()

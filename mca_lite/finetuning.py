@@ -6,7 +6,6 @@ Modules have Hugging Face's names. A frozen weight has no gradient, no optimizer
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from .args_rules import check_frozen_rows
 from .errors import Judge, Keys
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
-from .files import ADAPTER_CONFIG_NAME
+from .files import ADAPTER_CONFIG_NAME, PathLike
 from .hosts import Weight, host_of
 from .tables import FINETUNING, OBJECTIVES, function_of
 from .weights_convert import Change
@@ -141,7 +140,7 @@ class Finetuning:
         """
         raise NotImplementedError  # only a subclass with is_whole False needs it
 
-    def export_beside(self, model: Any, folder: str | os.PathLike[str]) -> list[str]:
+    def export_beside(self, model: Any, folder: PathLike) -> list[str]:
         """Hook: if whole weights are not exported, write what is trained, such as adapters, into a
         folder. Returns the file names on global rank 0, [] on other ranks. Collective.
         """
@@ -165,7 +164,7 @@ class Finetuning:
         """
         return chunk.sharded_state_dict()
 
-    def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
+    def check_checkpoint(self, model: Any, folder: PathLike) -> None:
         """Raise ValueError if a checkpoint's folder does not fit this kind of finetuning. This base
         class trains whole weights and refuses a folder with adapters."""
         if (Path(folder) / ADAPTER_CONFIG_NAME).is_file():

@@ -4,13 +4,12 @@ import contextlib
 import json
 import math
 import operator
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .files import is_there
+from .files import PathLike, is_there
 
 MOST = 10**15  # the largest count of steps or tokens, or seconds since 1970
 
@@ -158,7 +157,7 @@ def log_line(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_lines(
-    path: str | os.PathLike[str], convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    path: PathLike, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> list[dict[str, Any]]:
     """The records of a .jsonl file that another process may be writing; [] if there is no file.
 

@@ -2,7 +2,6 @@
 rank, AutoModel builds them.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
 from .families import rows_of
 from .families_rows import TE_ALIASES, VALUE_HEAD
-from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
+from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, PathLike, describe_error
 from .finetuning import Finetuning
 from .loss_tokens import LossOfLogits, TrainedPlaces, token_losses
 from .mcore import (
@@ -449,9 +448,7 @@ class VirtualModels(torch.nn.ModuleList):
         chunks = self._by_key()
         return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], max_shard_size: str | int = "5GB"
-    ) -> None:
+    def save_pretrained(self, save_directory: PathLike, max_shard_size: str | int = "5GB") -> None:
         """Write a Hugging Face checkpoint: config.json and safetensors. Collective: every rank must
         call it."""
         weights_convert.export_hf(self, save_directory, max_shard_size)

@@ -9,7 +9,6 @@ import copy
 import enum
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +33,7 @@ from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
     VOCABULARY_FILES,
+    PathLike,
     describe_error,
     read_json,
     read_mca_config,
@@ -117,7 +117,7 @@ class PretrainedConfig:
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, save_directory: PathLike) -> None:
         """Write mca_config.json into a folder, created if missing. Only one rank should call it."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class PretrainedConfig:
 
     @classmethod
     def from_json_file(
-        cls, path: str | os.PathLike[str], args: TrainingArguments | None = None
+        cls, path: PathLike, args: TrainingArguments | None = None
     ) -> "McaModelConfig":
         """Read an mca_config.json. If `args` is given, the fields that it determines, such as the
         parallel layout, replace the saved ones. fp8 settings are not read: each run chooses them.

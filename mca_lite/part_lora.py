@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from . import parallel, part_lora_files
 from .errors import Judge, expect
 from .families import FAMILIES, LANGUAGE_MODEL, vision_parts_of
-from .files import first_of
+from .files import PathLike, first_of
 from .finetuning import Finetuning, Request
 from .hosts import host_of, module_of
 from .part_lora_files import VALUE_HEAD, AdapterSource, read_adapter
@@ -208,7 +207,7 @@ class Lora(Finetuning):
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
         return part_lora_files.trained_tensors(model)
 
-    def export_beside(self, model: Any, folder: str | os.PathLike[str]) -> list[str]:
+    def export_beside(self, model: Any, folder: PathLike) -> list[str]:
         return part_lora_files.save_adapter(model, folder)
 
     def merger(self, model: Any) -> Change:
@@ -225,7 +224,7 @@ class Lora(Finetuning):
     def sharded_state(self, chunk: Any) -> dict[str, Any]:
         return sharded_state(chunk)
 
-    def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
+    def check_checkpoint(self, model: Any, folder: PathLike) -> None:
         part_lora_files.check_checkpoint(model, folder)
 
     def base_sample(self) -> dict[str, list[float]]:
@@ -281,7 +280,7 @@ def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torc
     return model
 
 
-def load_adapter(model: Any, folder: str | os.PathLike[str], dropout: float | None = None) -> Any:
+def load_adapter(model: Any, folder: PathLike, dropout: float | None = None) -> Any:
     """Put a saved PEFT adapter on a model of either backend, to train it further. Returns the
     model. Collective: call it on every rank.
 

@@ -7,7 +7,6 @@ have them together: see part_lora_patterns. Modules in modules_to_save are store
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from .files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
     PROCESSOR_FILES,
+    PathLike,
     copy_files,
     read_json,
     write_json,
@@ -34,7 +34,6 @@ from .part_lora_sites import candidates_of, pieces_of, saved_keys
 from .weights_convert import Change
 from .weights_files import SafetensorsSource, Shape, check_shape, file_tensors, slices_of
 
-PathLike = str | os.PathLike[str]
 PREFIX = "base_model.model."
 # name endings of a module's two matrices
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))

@@ -7,7 +7,6 @@ part_lora.inject and load_adapter.
 import contextlib
 import fnmatch
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from .args_values import check_keys
 from .errors import Judge, Keys
 from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
+from .files import PathLike
 from .hosts import last_of
 from .model_config import McaModelConfig
 from .part_lora_keys import PATTERN_KEYS, LoraArguments
@@ -118,7 +118,7 @@ def _is_match(target: str, candidate: Keys) -> bool:
 
 
 def check_other_model(
-    folder: str | os.PathLike[str], spec: LoraSpec, candidates: list[Any], judge: Judge
+    folder: PathLike, spec: LoraSpec, candidates: list[Any], judge: Judge
 ) -> None:
     """Add a Problem to `judge` if a saved adapter is for modules that are no candidates of this
     model, mostly because it was trained on another model, or for no modules. spec: the adapter's

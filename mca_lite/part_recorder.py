@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import first_of
+from .files import PathLike, first_of
 
 _CALLS_SHOWN = 4
 _RECENT = 8  # how many recent calls per group are compared
@@ -24,7 +24,7 @@ _EVEN = re.compile("reduce|broadcast|gather")  # operations with equal sizes on 
 _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
-def dump_calls(folder: str | os.PathLike[str], rank: int) -> dict[str, Any]:
+def dump_calls(folder: PathLike, rank: int) -> dict[str, Any]:
     """Write this rank's flight recorder to the file rank_<rank> in the folder -> the summary that
     calls_of makes of it. OSError if the file cannot be written."""
     import torch.distributed as dist

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from .errors import Judge, expect
 from .files import (
     HF_CONFIG_NAME,
     IGNORE_INDEX,
+    PathLike,
     checksum,
     describe_error,
     read_json,
@@ -108,7 +108,7 @@ def fingerprint_of(dataset: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def identity_of_model(folder: str | os.PathLike[str] | None, cache_dir: Path) -> dict[str, str]:
+def identity_of_model(folder: PathLike | None, cache_dir: Path) -> dict[str, str]:
     """{file: its sha256} for the config and weights in a model's folder; {} if there is no such
     folder. cache_dir: folder that keeps the hashes of large files.
     """

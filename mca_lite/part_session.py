@@ -16,7 +16,6 @@ different samples.
 import contextlib
 import functools
 import math
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -39,7 +38,7 @@ from .data_batches import (
     make_loader,
 )
 from .errors import expect
-from .files import IGNORE_INDEX
+from .files import IGNORE_INDEX, PathLike
 from .loss_tokens import Logits
 from .model import VirtualModels
 from .part_session_weights import Weights
@@ -818,7 +817,7 @@ class Session:
 
     # -- files
 
-    def save(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
+    def save(self, folder: PathLike, with_optimizer: bool = True) -> None:
         """Write a checkpoint of the weights (or adapters) and, if with_optimizer, of the
         optimizer's state. It loads in other parallel layouts too. Collective. ValueError if
         gradients wait for optim_step, or if tensors are in host memory (see `to`)."""
@@ -827,7 +826,7 @@ class Session:
         self._need_optimizer()
         ckpt.save_model(folder, self.backend, with_optimizer)
 
-    def load(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
+    def load(self, folder: PathLike, with_optimizer: bool = True) -> None:
         """Load a checkpoint that save() wrote. Added gradients are discarded; fp16's loss scale
         stays. Collective. CheckpointError if the checkpoint cannot be read, lacks the optimizer's
         state that with_optimizer asks for, or belongs to another model. ValueError if its adapters

@@ -31,6 +31,7 @@ from .files import (
     RUN_CONFIG_NAME,
     RUN_SUMMARY_NAME,
     TRAINER_LOG_NAME,
+    PathLike,
     describe_error,
     is_there,
     printable,
@@ -112,7 +113,7 @@ class RunFolder:
     records: its log lines, as dicts. problems: file name -> why the file cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: PathLike) -> None:
         self.folder = Path(folder)
         self.name = printable(str(self.folder), kept="")
         self.read()

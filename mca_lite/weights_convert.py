@@ -7,7 +7,6 @@ writes it.
 """
 
 import itertools
-import os
 from collections import ChainMap, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from . import parallel, watchdog
 from .families import rows_of
 from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
-from .files import describe_error
+from .files import PathLike, describe_error
 from .tables import function_of
 from .weights_files import (
     NamedTensors,
@@ -356,7 +355,7 @@ def in_layer_order(config: Any) -> Iterator[tuple[Row, int | None]]:
 
 def export_hf(
     models: Any,
-    save_directory: str | os.PathLike[str],
+    save_directory: PathLike,
     max_shard_size: str | int = "5GB",
     change: Change | None = None,
     beside: bool = True,
@@ -378,7 +377,7 @@ def export_hf(
 
 def write_model(
     tensors: NamedTensors,
-    save_directory: str | os.PathLike[str],
+    save_directory: PathLike,
     max_shard_size: str | int,
     hf_config: dict[str, Any],
     source: str | None,

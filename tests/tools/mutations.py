@@ -379,8 +379,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "rows that fill weigh balancing losses of KTO",
-        "(self, batch: dict[str, Any]) -> float:\n        return int(real_documents(batch).sum())",
-        "(self, batch: dict[str, Any]) -> float:\n        return len(real_documents(batch))",
+        "(self, batch: Batch) -> float:\n        return int(real_documents(batch).sum())",
+        "(self, batch: Batch) -> float:\n        return len(real_documents(batch))",
         "test_kto.py::test_rows_that_fill_have_no_part_in_the_weight_of_balancing_losses",
     ),
     (
