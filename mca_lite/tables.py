@@ -575,7 +575,7 @@ def is_of_inputs(name: str) -> bool:
 
 def other_columns(*read: str) -> tuple[str, ...]:
     """Names of columns that losses of this package read, such as "reference" or "advantage",
-    without those in `read`: a trainer whose loss reads only these would ignore the others."""
+    without those in `read`: a trainer whose loss reads only the latter would ignore the others."""
     of_losses = (
         ANSWER_LABEL,
         "reference",

@@ -113,8 +113,8 @@ def _migrate(path: Path) -> int:
 def read(path: Path) -> tuple[str, dict[str, Any], str]:
     """Read another trainer's file -> (name of the trainer, {key: raw value}, beginning of the
     command that launches it). Keys of nested groups are joined by dots; booleans are texts, and
-    empty values are left out, except those of a script's options. UserError for a shell script
-    without such a command, and for a file without keys."""
+    empty values are left out. UserError for a shell script without such a command, and for a file
+    without keys."""
     if path.suffix == ".toml":
         import tomllib
 
@@ -225,11 +225,12 @@ def _options(words: list[str]) -> dict[str, Any]:
     options: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
-            key, _, value = word[2:].replace("-", "_").partition("=")
-            options[key] = [word.partition("=")[2]] if value else []
+            key, equals, value = word[2:].partition("=")
+            options[key.replace("-", "_")] = [value] if equals else []
         elif options:
             options[key].append(word.rstrip(","))
-    return {key: [*given, "true"][0] if len(given) < 2 else given for key, given in options.items()}
+    given = {key: found for key, found in options.items() if found != [""]}
+    return {key: found if found[1:] else [*found, "true"][0] for key, found in given.items()}
 
 
 # -- rewriting

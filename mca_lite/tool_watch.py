@@ -78,8 +78,9 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
-    """{line name: text} of a run's column, `width` characters wide, with important lines at the
-    top. For a metric with values the text is its figure and a sparkline of them."""
+    """{line name: text} for a run's column of `width` characters, to which frame() cuts the texts,
+    with important lines at the top. For a metric with values the text is its figure and a sparkline
+    of them."""
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}

@@ -109,6 +109,13 @@ def test_a_file_without_a_command_or_keys_is_refused(folder, capsys, name, text,
     assert words in capsys.readouterr().err
 
 
+def test_an_option_of_a_script_with_an_empty_value_is_left_out(folder):
+    script = folder / "empty.sh"
+    script.write_text("swift sft --model m --report_to= --system '' --streaming\n")
+    _, values, _ = tool_migrate.read(script)
+    assert values == {"method": "swift sft", "model": "m", "streaming": "true"}
+
+
 @pytest.mark.parametrize("form", ROWS)
 def test_every_row_names_keys_of_this_package_or_a_reason(form):
     text = ROWS[form]
