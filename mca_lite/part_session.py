@@ -259,16 +259,16 @@ class SampleLoss:
     ) -> tuple[Any, ...]:
         """Token losses [b, s] -> (sum of the loss's terms, count int32, {metric: (sum, count)}).
         count: trained tokens, or samples with one, as the loss counts; 0 for a loss that counts
-        "one". With entropy or multi-token prediction, losses are [b, s, k], the first of them cross
-        entropy. The metric "logps" is (numbers of this rank's trained tokens, their
-        log-probabilities; for _WithEntropy with their entropies, [n, 2])."""
+        "one". With entropy, losses are [b, s, 2], the first of them cross entropy; with multi-token
+        prediction [b, s, 1 + layers] or [b, s, 1 + layers, 2]. The metric "logps" is (numbers of
+        this rank's trained tokens, their log-probabilities; for _WithEntropy with their entropies,
+        [n, 2])."""
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
+            losses = losses[:, :, 0]
         entropy = None
         if losses.dim() == 3:
-            if self.loss.wants_entropy:
-                entropy = losses[..., 1]
-            losses = losses[..., 0]
+            losses, entropy = losses.unbind(-1)
         is_trained = labels != IGNORE_INDEX
         tokens = self._tokens(batch, -losses, is_trained, entropy)
         terms, values = self.loss.terms(tokens)

@@ -799,3 +799,18 @@ def test_a_run_whose_loss_cannot_look_ahead_is_refused_before_it_starts(word, pa
     ]
     assert list(keys_of(parse_args, [*words, "mtp_num_layers=1"])) == ["mtp_num_layers"]
     assert parse_args([*words, "mtp_num_layers=0"])
+
+
+def entropies(path: str, count: int) -> list:
+    from mca_lite import AutoModel, Session
+
+    args = arguments(mtp_num_layers=count)
+    session = Session(AutoModel.from_pretrained(path, args), args)
+    samples = [dict(input_ids=[1, 2, 3], labels=[-100, 3, 4]), dict(input_ids=[5], labels=[6])]
+    return [values.tolist() for values in session.log_probs(samples, entropy=True)]
+
+
+def test_a_session_gives_entropies_of_a_model_with_extra_layers(path):
+    [found] = world.run(entropies, 1, path, COUNT)
+    [wanted] = world.run(entropies, 1, path, 0)
+    assert found == wanted
