@@ -685,8 +685,8 @@ def _fields_of(groups: tuple[type[ArgumentGroup], ...]) -> dict[str, dataclasses
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
-    """Check training arguments together with keys of other argument groups, for a trainer that was
-    built in Python without a config file. Raises ConfigError.
+    """Check training arguments together with keys of other argument groups. Each backend calls it,
+    because its trainer may be built in Python, without parse_args. Raises ConfigError.
 
     keys: values of keys in other groups, or in place of those in args; any other key has its
     default. stage: the training objective ("dpo") whose rules are checked too; None skips these

@@ -168,7 +168,7 @@ class Backend(abc.ABC):
 
         With calculate_per_token_loss, the update uses the summed gradients divided by the divisor:
         `denominator`, or if that is None, the loss counts (such as tokens) of the whole update, at
-        least 1, times `times`. Without it the returned number has no use. Collective."""
+        least 1, times `times`. Without that key the returned number has no use. Collective."""
 
     @abc.abstractmethod
     def clip_at(self, max_grad_norm: float) -> None:
@@ -210,9 +210,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def weights(self, change: Change | None = None) -> NamedTensors:
-        """Yield (name as in Hugging Face's files, copy on this rank's device) of each unsharded
-        weight, on global rank 0. change(name, tensor): returns the tensor to yield instead; None:
-        no change. Collective: all ranks iterate to the end."""
+        """Yield (Hugging Face name, copy of the whole tensor on this rank's device) of each weight,
+        on global rank 0 only. change(name, tensor): returns the tensor to yield instead; None: no
+        change. Collective: all ranks iterate to the end."""
 
     @abc.abstractmethod
     def weight_forms(self) -> NamedTensors:
@@ -335,8 +335,8 @@ class Backend(abc.ABC):
 
     def weigh_micro_batches(self, micro_batches: list[Any], num_filled: int) -> None:
         """Set micro_batch_weight, a factor on losses, so that empty micro-batches do not count in a
-        mean over micro-batches. num_filled: number of micro-batches on all ranks that are not
-        empty. Does nothing with calculate_per_token_loss."""
+        mean over micro-batches. num_filled: number of micro-batches that are not empty, over all
+        data-parallel ranks. Does nothing with calculate_per_token_loss."""
         if not self.args.calculate_per_token_loss:
             self.micro_batch_weight = len(micro_batches) * self.dp_size / num_filled
 
@@ -362,30 +362,30 @@ class Backend(abc.ABC):
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
     def weigh_router_loss(self, count: float) -> None:
-        """Set the weight of the next micro-batch's balancing losses to its loss count. Gradients
-        added in several calls are divided by the sum of counts, so the result does not depend on
-        how calls split a step."""
+        """Set the weight of the routers' balancing losses, from the next forward pass on, to a
+        micro-batch's loss count. finish_gradients() by default divides by the sum of these counts,
+        and then the result does not depend on how add_gradients() calls split a step."""
         if self.statistics_of_routers is not None:
             self.statistics_of_routers.loss_weight = float(count)
 
     def router_statistics(self) -> dict[str, float]:
-        """Metrics of the MoE routers since the last call, over all ranks; {} without
-        statistics_of_routers, or if no expert was chosen. Collective with it."""
+        """Metrics of the MoE routers since the last call, over all ranks; {} if no expert was
+        chosen, or if statistics_of_routers is None. Collective unless it is None."""
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers)
 
     def router_sums(self) -> list[Any] | None:
         """The sums over all ranks from which router_statistics() is computed, as lists, for a
-        checkpoint; None without statistics_of_routers. Collective with it."""
+        checkpoint; None if statistics_of_routers is None. Collective unless it is None."""
         if self.statistics_of_routers is None:
             return None
         return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list[Any] | None) -> None:
-        """Set this rank's router counts for a resumed run: to its router_sums() on the main rank,
-        to 0 on other ranks. None, or sums for another number of layers or experts, give 0
-        everywhere."""
+        """Set this rank's router counts for a resumed run: on the main rank to `sums`, which
+        router_sums() returned before, on other ranks to 0. None, or sums for another number of
+        layers or experts, give 0 everywhere."""
         if self.statistics_of_routers is None:
             return
         rows = (
@@ -398,16 +398,16 @@ class Backend(abc.ABC):
 
     def load_state(self, folder: PathLike, with_optimizer: bool = True) -> None:
         """Load a checkpoint's weights; with with_optimizer also its optimizer state. ValueError if
-        its adapters do not fit this run's, or if only the checkpoint or only the run has adapters.
-        Collective."""
+        its adapters do not fit this run's, or if only the checkpoint or only the run has adapters;
+        CheckpointError, a ValueError too, if a tensor cannot be read. Collective."""
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
     def gradients(self) -> NamedTensors:
-        """Yield (Hugging Face's or PEFT's name, CPU tensor) of each trained tensor's gradient from
-        the last forward_backward(), float32, with fp16 times the loss scale; a buffer, such as a
-        router's bias, is yielded with its value. On global rank 0; all ranks must iterate to the
-        end, because sharded tensors are gathered.
+        """Yield (Hugging Face name; for adapters PEFT's, without its prefix; CPU tensor) of each
+        trained tensor's gradient from the last forward_backward(), float32, with fp16 times the
+        loss scale; a buffer, such as a router's bias, is yielded with its value. On global rank 0;
+        all ranks must iterate to the end, because sharded tensors are gathered.
 
         Gradients replace the weights and are exported, so the model cannot be used afterwards.
         """

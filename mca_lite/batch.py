@@ -129,7 +129,8 @@ def pack(
 
     Each document is padded to a multiple of document_multiple, without labels. A batch of padding
     alone becomes one document of document_multiple padding tokens, because every rank must take
-    part in a step. Columns per sample keep one value for each documents_per_sample documents.
+    part in a step. Columns per sample keep one value for each documents_per_sample documents;
+    ValueError if these have different values.
     """
     batch = _with_masks(batch)
     mask = batch.pop("attention_mask")
@@ -148,8 +149,9 @@ def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) ->
     """Split the rows of a collated batch into one document per row: [b * documents_per_sample,
     longest document]. With documents_per_sample 1 rows stay as they are.
 
-    A row of padding (a filler) becomes documents_per_sample rows of padding. Raises ValueError if
-    documents_per_sample is above 1 and another row has a different number of documents.
+    A row of padding (a filler) becomes documents_per_sample rows of padding. With
+    documents_per_sample above 1, raises ValueError if another row has a different number of
+    documents, or if the documents of a sample have different values in a column per sample.
     """
     batch = _with_masks(batch)
     mask = batch["attention_mask"]

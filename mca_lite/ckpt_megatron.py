@@ -402,8 +402,8 @@ class _Holders(NamedTuple):
 
 def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
     """{id of a parameter: its _Holders}. Each parameter is written by the rank with the least to
-    write so far, among the ranks with a piece of its optimizer state, or if the state is not
-    sharded among all that hold the parameter. So writing is spread over the ranks."""
+    write so far: among the ranks with a piece of its optimizer state, or, if that state is not
+    sharded, among all ranks that hold the parameter. So writing is spread over the ranks."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}

@@ -94,8 +94,9 @@ class Finetuning:
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
         """Freeze the weights that are not trained, in place, before McaTrainer is made -> the
-        model. seed, dtype: for subclasses such as LoRA, which also add tensors, whose initial
-        values `seed` draws, and cast a transformers model's frozen weights to `dtype`."""
+        model. If any are frozen, a transformers model's weights become float32. seed, dtype: for
+        subclasses such as LoRA, which also add tensors, whose initial values `seed` draws, and cast
+        a transformers model's frozen weights to `dtype` instead."""
         if self.trained is not None:
             host = host_of(model)
             modules = self.trained
@@ -130,8 +131,8 @@ class Finetuning:
 
     def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict[str, Any]:
         """Hook: {end of the tensor's name: shape} of the tensors that a subclass adds next to a
-        module's weight on this rank. shape: this rank's shard of the weight. is_embedding: True for
-        an embedding."""
+        module's weight on this rank. shape: that of this rank's shard of the weight. is_embedding:
+        True for an embedding."""
         return {}
 
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:

@@ -90,8 +90,9 @@ class Logits:
     """The logits of n labelled tokens, the argument of a loss function. With tensor parallelism
     each rank has only the columns of the token ids `vocabulary`.
 
-    product: the output layer's result with its adapter, before head.softcap, [n, V/tp]. labels:
-    int64 [n], global token ids. hidden [n, h]: the output layer's input, on megatron-core divided
+    product: the output layer's result with its adapter, before head.softcap, [n, V/tp]; on the
+    torch backend the final logits of models that scale or cap them. labels: int64 [n], global
+    token ids. hidden [n, h]: the output layer's input, on megatron-core divided
     by logits_scaling; the same on all tensor-parallel ranks. weight [V/tp, h]: this rank's rows of
     the output weight. hidden and weight are for losses that need more than logits; if you multiply
     hidden by this rank's rows, use spread(hidden), or its gradient is too small. places: int64 [n],

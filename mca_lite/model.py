@@ -518,7 +518,8 @@ class AutoModel:
 
         Of a Hugging Face model, one data-parallel replica reads the files, each rank its shards,
         and broadcasts them. Collective: every rank must call it.
-        ValueError: the model or layout cannot be built, or the weights do not fit the model.
+        ValueError: files cannot be read, the model or layout cannot be built, vocab_size is lower
+        than the folder's, or the weights do not fit the model.
         """
         folder = Path(model_name_or_path)
         is_checkpoint = (folder / DIST_NAME).is_dir()  # a run's, saved in any layout
@@ -591,8 +592,9 @@ def load_torch_model(
 
     train_from_scratch: draw the weights from `seed`, as AutoModel.from_config does.
     vocab_size: number of tokens of the result, if larger than the folder's. config: transformers'
-    config of the folder, if it was read before; it may be changed in place. ValueError if weights
-    do not fit the model, or with train_from_scratch if transformers cannot build it."""
+    config of the folder, if it was read before; it may be changed in place. ValueError if
+    config.json cannot be used, if weights do not fit the model, or with train_from_scratch if
+    transformers cannot build it or vocab_size is lower than the folder's."""
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size

@@ -164,8 +164,9 @@ class Layer(MegatronModule):
         return out if self.layer_scalar is None else out * self.layer_scalar
 
     def _mlp(self, ends_unit: bool, padding_mask: torch.Tensor | None, x: torch.Tensor) -> Any:
-        """The output of the MLP or experts for x, and its bias or None. Arguments: as in forward().
-        A recomputation is the pass with gradients enabled."""
+        """The output of the MLP or experts for x, and its bias or None. padding_mask: as in
+        forward(). ends_unit: True at the end of what is recomputed as one unit; then zeros may
+        replace the result in the recomputation, which is the pass with gradients enabled."""
         unread = ends_unit and torch.is_grad_enabled()
         if isinstance(self.mlp, Mixture):
             with zeros_from(self.mlp.experts.fc2, self, unread):

@@ -51,10 +51,10 @@ class Audio(Picture):
 
 
 def read_sound(audio: Audio, where: str, frames: bool = True) -> tuple[np.ndarray, int, int]:
-    """Read an audio file -> (waveform float32 [n], the mean of its channels; its length as the
-    header says; sampling rate in Hz). frames: if False, only the header is read, and the waveform
-    is empty. ValueError, naming `where`, for a file that cannot be read, or that needs soundfile if
-    soundfile is missing."""
+    """Read an audio file -> (waveform float32 [n], the mean of its channels; its length in samples
+    as the header says; sampling rate in Hz). frames: if False, only the header is read, and the
+    waveform is empty. ValueError, naming `where`, for a file that cannot be read, or that needs
+    soundfile if soundfile is missing."""
     file: Any = audio.path if audio.data is None else io.BytesIO(audio.data)
     try:
         with wave.open(file) as sound:
@@ -274,7 +274,8 @@ class Hearing(VideoVision):
 
 
 class AudioStore(VideoStore):
-    """A VideoStore that stores audios too. An audio's record is a picture's and "audio"."""
+    """A VideoStore that stores audios too. The record of an audio is a list: that of a picture,
+    with "audio" as its last item."""
 
     def write(self, picture: Any, data: Any) -> Any:
         if picture.kind != "audio":

@@ -62,9 +62,9 @@ class Towers(Tower):
         audio_grid: Any = None,
     ) -> list[torch.Tensor] | None:
         """Compute the features of a micro-batch's images and audios: [embedded, *deepstack], each
-        [n + 1, h] with a row of zeros first, then the features of images, then the features of
-        audios. With autograd, if either module is trained, one without input in the micro-batch
-        runs on zeros, and these features come last. None if neither module runs.
+        [n + 1, h] with a row of zeros first, then the features of images, then those of audios
+        (zeros in deepstack). With autograd, if either module is trained, one without input in the
+        micro-batch runs on zeros, and these features come last. None if neither module runs.
 
         input_features: [frames, bins], spectra end to end. audio_lengths: frames of each audio.
         audio_grid is not used.

@@ -84,8 +84,8 @@ def _candidates(config: Any) -> Iterator[Candidate]:
 
 
 def candidates_of(host: Any) -> list[Candidate]:
-    """Every module of the whole model that can have an adapter, in the model's order. For a family
-    that is not in the table: all linears and embeddings. host: the model's, from hosts.host_of."""
+    """Every module of the whole model that can have an adapter, layer by layer. For a family that
+    is not in the table: all linears and embeddings. host: the model's, from hosts.host_of."""
     if host.fields:
         return list(_candidates(host.fields))
     return [
@@ -308,9 +308,9 @@ def without_adapters(model: Any) -> Iterator[Any]:
 
 
 def sharded_state(chunk: Any) -> dict[str, Any]:
-    """{name in the chunk: megatron ShardedTensor} for the LoRA matrices and the weights trained
-    whole (modules_to_save), for distributed checkpoints. The keys of the ShardedTensors are names
-    in the whole model, so that they load in other parallel layouts.
+    """{name in the chunk: megatron's ShardedTensor, or for a fused weight a factory of several} of
+    the LoRA matrices and the weights trained whole (modules_to_save), for distributed checkpoints.
+    Their keys are names in the whole model, so that they load in other parallel layouts.
     """
     state = {
         name: tensor

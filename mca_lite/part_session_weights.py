@@ -28,9 +28,10 @@ class Weights:
     "model.layers.3.mlp.down_proj.weight"; a tied head is left out. Experts are stacked where the
     model's files stack them. The torch backend keeps the prefixes of transformers' modules, and
     yields single experts in the families of FAMILIES.
-    adapters: "merged" into the weights, "without" them, or "only" them. For "only", names are
-    PEFT's without the prefix "base_model.model.". vLLM 0.33's WeightSource differs (metadata is a
-    property, iter_full() iterates): see the short adapter in configs/EXPORTS.md.
+    adapters: "merged" into the weights, "without" them, or "only" them and the weights in
+    modules_to_save. For "only", names are PEFT's without the prefix "base_model.model.". vLLM
+    0.33's WeightSource differs (metadata is a property, iter_full() iterates): see the short
+    adapter in configs/EXPORTS.md.
     """
 
     backend: Any

@@ -138,7 +138,8 @@ class TokenStream:
     ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
         """Yield (documents of a row, position after it) endlessly, from `position` on (None: from
         the start). A document is {"input_ids", "labels"} with its columns, and "media" for
-        with_inputs() if it has any. ValueError if a pass after the first gives no sample."""
+        with_inputs() if it has any. ValueError for records that cannot be used (_tokenize), or if a
+        pass after the first gives no sample."""
         position = position or Position()
         samples = self._samples(position)
         if self.encoder.joins:
@@ -188,9 +189,9 @@ class TokenStream:
     # -- records to samples to rows
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
-        """Yield endlessly (position of a block, its records, up to block_records), to be shuffled
-        as a whole. The datasets are mixed by mix_strategy. The last block of a pass has the
-        remaining records."""
+        """Yield endlessly (position of a block, its records, up to block_records). If records are
+        shuffled, each block is shuffled as a whole, later. The datasets are mixed by mix_strategy.
+        The last block of a pass has the remaining records."""
         while True:
             places = list(position.places or [BEGINNING] * len(self.readers))
             order = (self.args.mix_strategy, self.args.mix_weights, self.seed)
@@ -220,8 +221,8 @@ class TokenStream:
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
         """Yield (its position, documents) for each sample from `position` on, endlessly: blocks are
-        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError if a pass
-        after the first gives no sample."""
+        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError for records
+        that cannot be used (_tokenize), or if a pass after the first gives no sample."""
         chunk = position.chunk
         done = position.sample
         passes = position.passes

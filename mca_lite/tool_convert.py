@@ -73,11 +73,12 @@ def _convert(options: Any) -> None:
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Convert a Hugging Face model into a checkpoint of this package, or a checkpoint into a
-    Hugging Face model, and write it to `dst` -> a line to print.
+    """Convert a Hugging Face model into a checkpoint of the megatron-core backend, or such a
+    checkpoint into a Hugging Face model, and write it to `dst` -> a line to print.
 
     A checkpoint of an earlier version, without a manifest, becomes one of this version. Raises
-    ValueError if dst is not empty, if src has neither format, or if it does not fit its manifest.
+    ValueError if dst is not empty, if src has neither format or holds adapters alone, or if it does
+    not fit its manifest.
     """
     _refuse_full(dst)
     folder = resolve_folder(src)

@@ -510,8 +510,8 @@ def show_format(config: Any) -> str:
 
 
 def _run_lines(layout: _Layout) -> list[str]:
-    """Report lines about the run's steps, tokens and checkpoints. Reads the data to count steps,
-    unless max_steps is given."""
+    """Report lines about the run's steps, tokens and checkpoints. Reads the data, if there is any,
+    to count steps, unless max_steps is given."""
     from .args_rules_training import plan_schedule
 
     args = layout.args

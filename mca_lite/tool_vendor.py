@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
     def files(self) -> list[Path]:
         """Paths of the files to copy: those of the core, of the chosen parts and of the chosen
-        tools, sorted; then the licence."""
+        tools, sorted; then the licence, if it is there."""
         every_part = _modules_of_parts(PARTS)
         every_tool = _modules_of_tools(COMMANDS)
         here = {path.stem for path in _HOME.glob("*.py")}
@@ -90,8 +90,8 @@ def _vendor(dst: str, parts: list[str], tools: list[str], without: list[str]) ->
 
 
 def choose(parts: list[str], tools: list[str], without: Sequence[str] = ()) -> Choice:
-    """The Choice for names of parts (optional capabilities) and tools (commands), with the parts
-    that they need.
+    """The Choice for names of parts (optional capabilities) and tools (commands). It also has the
+    parts that the named parts need.
 
     without: parts to leave out, with the parts that need them; if it has any, and `parts` is empty
     or "all", every other part is chosen. Raises UserError for an unknown name, for a part in
