@@ -219,7 +219,8 @@ def _torch_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, bool]]:
     decoder = getattr(model.base_model, "language_model", model.base_model)
     yield "embedding", decoder.layers[0], True
     for i, layer in enumerate(decoder.layers):
-        yield f"layer {i} attention", layer.self_attn, False
+        attention = getattr(layer, "linear_attn", None) or layer.self_attn
+        yield f"layer {i} attention", attention, False
         yield f"layer {i} mlp", layer.mlp, False
         yield f"layer {i}", layer, False
     yield "final norm", decoder.norm, False
@@ -382,7 +383,7 @@ def _plain_step(
     plan: run.Plan, trainer: Any, batches: list[Batch], places: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
-    model on this rank. dtype: of the model's weights; beside bf16, adapters stay float32. trainer:
+    model on this rank. dtype: of the model's weights; with bf16 adapters keep float32. trainer:
     the trainer in the layout. batches: the micro-batches of all ranks. places: positions in the row
     whose logits are compared."""
     bf16 = dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from tests.shared.small_runs import save_tokenizer, words_of, write_data
 KEYS = dict(stage="sft", cutoff_len=32, global_batch_size=8, per_device_train_batch_size=2)
 PACKED, BF16 = dict(neat_packing=True), dict(bf16=True)
 LORA = dict(finetuning_type="lora", lora_rank=4)
-MODELS = {"qwen3": tiny, "qwen3_moe": tiny_moe, "gpt_oss": tiny_moe}
+MODELS = {"qwen3": tiny, **dict.fromkeys(("qwen3_moe", "gpt_oss", "qwen3_next"), tiny_moe)}
 RIGHT = {
     "tp2pp2": ("qwen3", 4, {**TP2, **PP2}),
     "tp2 sp, bf16": ("qwen3", 2, {**TP2_SP, **BF16}),
@@ -23,6 +23,7 @@ RIGHT = {
     "lora, tp2, dropout": ("qwen3", 2, {**TP2, **LORA, "lora_dropout": 0.5}),
     "experts, ep2, balancing losses": ("qwen3_moe", 2, {**EP2, **AUX}),
     "biases of attention, ep2": ("gpt_oss", 2, EP2),
+    "gated delta nets, pp2": ("qwen3_next", 2, PP2),
     "dpo, pp2 vpp2": ("qwen3", 2, {**PP2, **VPP2, "stage": "dpo"}),
 }
 
