@@ -35,9 +35,10 @@ class PreferenceLoss(NamedTuple):
     keys: configuration keys that the loss reads, except pref_ftx, pair_weight, use_weighting and
     ld_alpha, which work with all losses that do not exclude them.
     required: keys that must not be 0. excludes: keys that the loss cannot be combined with.
-    of_batch: None, or a function of (responses, config, memory) for what a formula needs from all
-    N pairs of a global batch, such as a mean: two results, each a number or a tensor [N], which the
-    formula finds in responses.of_batch [P, 2]. memory: a dict that lasts from step to step.
+    of_batch: None, or a function of (responses, config, memory), or its "module:function", for
+    numbers that a formula needs from all N pairs of a global batch, such as a mean: two results,
+    each a number or a tensor [N], which the formula finds in responses.of_batch [P, 2]. memory: a
+    dict that lasts from step to step.
     looks_ahead: True if of_batch reads the policy's log-probabilities, which takes one more forward
     pass per step.
     """
@@ -176,7 +177,9 @@ def _check_excludes(a: Any, judge: Judge) -> None:
     for name in a.pref_loss:
         for key in LOSSES[name].excludes:
             reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
-            judge.expect(not getattr(a, key, None), f"{key} pref_loss", reason, f"{key} left out")
+            # 0 is a value of ld_alpha
+            is_unset = getattr(a, key, None) == getattr(PreferenceArguments, key, None)
+            judge.expect(is_unset, f"{key} pref_loss", reason, f"{key} left out")
 
 
 def _check_pairs(a: Any, judge: Judge) -> None:

@@ -244,6 +244,7 @@ REFUSED = [
     (dict(f_alpha_divergence_coef=0.3), "f_alpha_divergence_coef"),
     (dict(pref_loss=["sigmoid", "sft"], use_weighting=True), "use_weighting"),
     (dict(pref_loss="orpo", ld_alpha=0.5), "ld_alpha"),
+    (dict(pref_loss="orpo", ld_alpha=0.0), "ld_alpha"),
     (dict(pref_loss=["sigmoid", "sft"], pref_loss_weights=[1.0]), "pref_loss_weights"),
     (dict(pref_loss=["sigmoid", "sigmoid"]), "pref_loss"),
     (dict(pref_loss=[]), "pref_loss"),
