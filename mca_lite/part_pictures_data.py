@@ -66,7 +66,7 @@ COLUMNS_OF = {
 
 @dataclass(frozen=True)
 class Picture:
-    """An image: its file's path; or, with path "", its encoded bytes in `data`."""
+    """An image, or the file of a video: its path; or, with path "", encoded bytes in `data`."""
 
     kind: ClassVar[str] = "image"
     path: str
@@ -77,7 +77,7 @@ class Picture:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the encoded image in bytes."""
+        """Size of the file, or of `data`, in bytes."""
         return os.path.getsize(self.path) if self.data is None else len(self.data)
 
     @property
@@ -89,8 +89,8 @@ class Picture:
 class Placed(NamedTuple):
     """An image, or another input, of a document, with facts read when the document was tokenised.
     picture: a Picture, Video or Audio. grid: number of patches along time, height and width; an
-    audio has one line of features. num_bytes, modified: those of `picture`. where: "file:line" of
-    its record."""
+    audio has one line of features. num_bytes, modified: those of `picture` at that time. where:
+    names its record in errors, such as "file:line"."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -200,7 +200,7 @@ class _Unusable(Exception):
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """(height, width) of an image as displayed, from its header. Raises _Unusable for an image that
+    """(height, width) of an image as displayed, by its header. Raises _Unusable for an image that
     is too large, has several frames (except MPO), or more than 8 bits a channel in Pillow."""
     from PIL import Image
 
@@ -334,7 +334,8 @@ class Vision(Media):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """The image processor's settings from the model's folder; {} if it has none."""
+        """The image processor's settings in the model's folder; {} if it has neither
+        processor_config.json nor preprocessor_config.json."""
         settings: dict[str, Any] = {}
         for name in _PROCESSOR_NAMES:
             if (self.folder / name).is_file():
@@ -346,8 +347,8 @@ class Vision(Media):
     def processor(self) -> Any:
         """transformers' image processor on Pillow, without torchvision.
 
-        ValueError if the model's folder has no settings for it, or these name another processor, or
-        do not fit config.json or the keys."""
+        ValueError if the model's folder has no file of settings, or these name another processor,
+        or do not fit config.json or the keys."""
         import transformers  # imported late: its image processors need Pillow
 
         settings = self._settings()
@@ -399,7 +400,7 @@ class Vision(Media):
 
     def place(self, picture: Picture, where: str) -> Placed:
         """The picture with its patch grid, whose size comes from the image header: no pixel is
-        decoded. where: "file:line" of its record. ValueError, with `where`, for an unusable image.
+        decoded. where: names its record in errors. ValueError, with `where`, for an unusable image.
         """
         with opened(picture, where) as image:
             height, width = upright_size(image)
@@ -504,7 +505,7 @@ class Vision(Media):
         for message, blocks in zip(messages, of_blocks, strict=True):
             content = message["content"]
             expect(
-                (blocks is not None or MARK not in content)
+                content.count(MARK) == len(blocks or ())
                 and not any(token in content for token in self.tokens),
                 f"{where}: a text has {' or '.join(self.tokens)}, the token of a picture, or "
                 f"U+FDD0, without one: write {' or '.join(self.marks)} for one of a column, or "
@@ -682,8 +683,9 @@ class Vision(Media):
         shortened where necessary; the inputs inside it)."""
         tokens = np.maximum(document, ~document)
         places = np.flatnonzero(np.isin(tokens, self.token_ids))
-        ends = self.count(inputs).cumsum()
-        starts = np.append(0, ends[:-1])
+        counts = self.count(inputs)
+        ends = counts.cumsum()
+        starts = ends - counts
         units = [
             self.unit(tokens, placed, places[a], places[b - 1])
             for placed, a, b in zip(inputs, starts, ends, strict=True)

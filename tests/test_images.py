@@ -184,6 +184,10 @@ def unfit(tmp_path_factory) -> Path:
         ({"images": ["a.svg"], "text": "<image>"}, "a.svg cannot be read as one of BMP, "),
         ({"text": f"see {TOKENS[1]}"}, r"a text has <\|image_pad\|>, the token of a picture"),
         ({"text": "see \ufdd0", "images": ["a.png"]}, "the token of a picture, or U.FDD0"),
+        (
+            {"text": [{"type": "text", "text": "\ufdd0"}, {"type": "image", "path": "a.png"}]},
+            "the token of a picture, or U.FDD0",
+        ),
         ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
         ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
         ({"video": "a.mp4"}, "the column 'video' is there"),

@@ -125,6 +125,8 @@ def test_a_video_of_glm4v_is_cut_whole(frames, tmp_path):
     assert whole == slice(0, 2) and kept == []
     whole, kept = vision.fit(document, placed, 0, len(document) - 2)
     assert len(kept) == 1 and document[whole][-1] == end and start in ids
+    # a pair's answer without a video beside one with it
+    assert vision.fit(np.arange(9, dtype=np.int32), [], 0, 4) == (slice(0, 4), [])
 
 
 def pixels_of(folder: Path, model: Path, names: list[str]) -> torch.Tensor:
