@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import parallel, world
-from .data_batches import Packs, samples_of
+from .data_batches import Packs, documents_of, samples_of
 from .mcore import mpu
 from .optim import parts_of
 from .part_long import SHARE, host_memory
@@ -71,8 +71,7 @@ def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
         return int(lengths.max() * documents)
     longest = 1
     for i in range(min(len(data), _LOOKED_AT)):
-        sample = data[i]
-        parts = sample if isinstance(sample, list) else [sample]
+        parts = documents_of(data[i])
         longest = max(longest, sum(len(document["input_ids"]) for document in parts))
     return longest
 

@@ -373,6 +373,12 @@ def test_each_stage_chooses_for_itself_and_its_ranks_alike(layout, wanted, tmp_p
         assert runs[0][0][1]["recomputed layers"].startswith("0 of 2, 2 of 2, by stage")
 
 
+def test_a_pair_is_planned_with_the_tokens_of_both_answers():
+    chosen, rejected = (dict(input_ids=[1] * n, labels=[1] * n) for n in (3, 5))
+    pairs = [dict(chosen=chosen, rejected=rejected), dict(chosen=chosen, rejected=chosen)]
+    assert part_long_auto.row_tokens(pairs, None, 2) == 8
+
+
 def test_the_next_choice_is_named_for_each_state():
     from types import SimpleNamespace
 
