@@ -175,8 +175,8 @@ NEEDS = (
 
 
 def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
-    """Add a Problem to `judge` for each key that was changed from its default although its
-    condition in `needs` does not hold. For a harmless key, add a line to a.notes instead."""
+    """Refuse, by judge.refuse(), each key that was changed from its default although its condition
+    in `needs` does not hold. For a harmless key, add a line to a.notes instead."""
     for need in needs:
         if judge.holds(need.condition):
             continue

@@ -125,8 +125,9 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     """A document's column as a tensor: [length] if it is per token, otherwise [1], with further
     dimensions if the column has them. None becomes the column's default, and a single number is
-    repeated. Raises ValueError for another shape, or for values that the dtype cannot hold, such as
-    a fraction in an integer column."""
+    repeated, unless the column has further dimensions. Raises ValueError for another shape, for
+    None without a default, or for values that the dtype cannot hold, such as a fraction in an
+    integer column."""
     if value is None:
         value = column.default
     if column.per != "token":
@@ -596,9 +597,10 @@ def make_loader(
 
     It ends with epoch num_epochs - 1 (counted from the run's start); None: never.
     plan.num_micro_batches(i) tells how many belong to step i. dataset: any map-style dataset.
-    collate: list of its samples -> mapping. A FILLER is collated as sample 0 without images and
-    other inputs; then its row's labels and attention_mask, if the mapping has them, are set to
-    IGNORE_INDEX and 0. Raises ValueError for a dataset that is not map-style.
+    collate: list of its samples -> mapping. A FILLER is collated as sample 0, without images and
+    other inputs if documents_of() reads it; then its row's labels and attention_mask, if the
+    mapping has them, are set to IGNORE_INDEX and 0. Raises ValueError for a dataset that is not
+    map-style.
     """
     expect(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),

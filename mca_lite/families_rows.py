@@ -38,8 +38,8 @@ class Row:
 
     @property
     def axis(self) -> int | None:
-        """The axis that tensor parallelism splits: 0 or 1; None if each rank has the
-        whole tensor."""
+        """The axis that tensor parallelism splits: 0 or 1; None if each rank has the whole tensor.
+        It means nothing for the kind "module"."""
         return {"copy": None, "row": 1}.get(self.kind, 0)
 
     @property
@@ -376,8 +376,8 @@ class Family:
     head sizes.
     vision_parts: {part of the model, such as a vision tower: its Hugging Face modules}. inputs: the
     row in INPUTS for a model that reads other inputs than text, or "".
-    unused: patterns of checkpoint tensors that are not used unless multi-token prediction layers
-    are trained, in addition to UNUSED_TENSORS.
+    unused: patterns of checkpoint tensors that are not used, in addition to UNUSED_TENSORS; if
+    multi-token prediction layers are trained, they do not count.
     prefixes, stacked_experts, renamed: how names and experts in files differ from transformers'
     modules.
     """

@@ -78,8 +78,8 @@ class ColumnProduct(torch.autograd.Function):
 
 class RowProduct(torch.autograd.Function):
     """Autograd function of a row-parallel linear: x [s, b, k] times weight [n, k] transposed,
-    summed over the group, if there is one -> [s, b, n], or [s / tp, b, n] if tokens are sharded. k
-    counts this rank's inputs."""
+    summed over the group, if there is one -> [s, b, n], or [s / tp, b, n] if tokens are sharded;
+    zeros inside zeros_from(). k counts this rank's inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -191,8 +191,9 @@ def experts_product(
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
     """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale *
-    hidden A^T for all tokens of the sequence, B [V / tp, r]); None if there is no enabled adapter.
-    With one, collective under sequence parallelism."""
+    hidden A^T for all tokens of the sequence, with the adapter's dropout on hidden; B [V / tp, r]).
+    None if there is no enabled adapter. With one, collective over the tensor-parallel group: in
+    backward, under sequence parallelism in forward too."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 

@@ -151,8 +151,9 @@ def start_process_group(timeout_s: float = 1800) -> None:
     of one.
 
     Starts nothing if a process group exists. ValueError if the environment variables are incomplete
-    or wrong, if too few files may be open, or if the ranks do not meet in time. timeout_s: limit
-    for each collective, and for the start, which waits at most an hour.
+    or wrong, if too few files may be open, or if the ranks do not meet at their store in time.
+    timeout_s: limit for each collective, and for the start; connecting to the store waits at most
+    an hour.
     """
     if dist.is_initialized():
         world.met.set()
@@ -228,7 +229,8 @@ def make_deterministic() -> None:
     versions. torch's flash attention sums its gradients in order; cuDNN's attention is not used
     (model_attention.py); cuBLAS has a fixed workspace; NCCL uses Ring and Tree unless NCCL_ALGO is
     set; torch.compile does not choose kernels by timing (cpu.py). This package's Triton kernels add
-    in a fixed order. ValueError if NCCL_ALGO asks for NVLS, which adds in the order of arrival.
+    in a fixed order. ValueError if NCCL_ALGO has NVLS, which adds in the order of arrival, unless
+    it begins with ^ (all but these).
     """
     algorithms = os.environ.setdefault("NCCL_ALGO", "Ring,Tree")
     if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):

@@ -1,7 +1,8 @@
 """Long rows: attention without recomputation, activations in host memory, MLPs in tiles of tokens.
 
-Letters: t tokens on a rank, h hidden size. A unit is a group of layers that full recomputation
-computes again together; megatron's checkpoint keeps only its inputs (borders).
+Letters: s positions, b rows, h hidden size; t rows of a tensor that is cut into tiles. A unit is a
+group of layers that full recomputation computes again together; megatron's checkpoint keeps only
+its inputs (borders).
 
     recompute_keep: core_attn   a unit's first pass keeps the outputs of its fused attention
                                 kernels; its second pass reuses them in place of calling the kernels
@@ -460,8 +461,8 @@ def _tiled(
 
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """An MLP's forward pass on x [t, b, h], size // b positions (at least one) at a time ->
-    (output, None). The bias is added inside the tiles."""
+    """An MLP's forward pass on x [s, b, h], size // b positions (at least one) at a time ->
+    (output, or zeros if nobody reads it, None). The bias is added inside the tiles."""
 
     last = module.linear_fc2.weight
 
@@ -476,8 +477,8 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
-    """Forward pass of shared experts on x [t, b, h], size // b positions (at least one) at a time
-    -> output [t, b, h]."""
+    """Forward pass of shared experts on x [s, b, h], size // b positions (at least one) at a time
+    -> output [s, b, h]."""
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, tile)
@@ -488,9 +489,9 @@ def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
 def _experts(
     module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Forward pass of experts on rows x [T, h], sorted by expert, `size` rows at a time -> (outputs
-    times probs [T, h], None). tokens_per_expert: [experts], rows of each. probs: router weights
-    [T]."""
+    """Forward pass of experts on rows x [t, h], sorted by expert, `size` rows at a time -> (outputs
+    times probs [t, h], or zeros if nobody reads them, None). tokens_per_expert: [experts], rows of
+    each. probs: router weights [t]."""
     ends = tokens_per_expert.cumsum(0)
 
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:

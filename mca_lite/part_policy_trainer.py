@@ -61,8 +61,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     "group" may replace "advantage".
 
     train_config: a PolicyConfig. Other arguments are McaTrainer's. The loss is divided by its count
-    over the global batch; for importance_sampling, a sum, the log shows the mean over tokens.
-    ValueError for data and keys that do not fit.
+    over the global batch, for dr_grpo also by `constant`. The log shows the mean over tokens for
+    importance_sampling, a sum, and for dr_grpo the loss before that division. ValueError for data
+    and keys that do not fit.
     """
 
     config_class = PolicyConfig

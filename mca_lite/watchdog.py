@@ -349,8 +349,8 @@ class Watchdog:
             self.store.set(f"record/{question}/{self.rank}", json.dumps(self._calls()))
 
     def _calls(self) -> dict[str, Any]:
-        """The summary of this rank's collectives (part_recorder.calls_of); {} with a warning if it
-        cannot be made."""
+        """The summary of this rank's collectives (part_recorder.calls_of); {} without
+        part_recorder.py, or with a warning if it cannot be made."""
         try:
             return self._dump(self.rank)
         except Exception as error:  # a full disk, or a new format of torch's record
@@ -361,7 +361,7 @@ class Watchdog:
 
     def _investigate(self) -> None:
         """Ask all ranks, in later calls report their answers, and shortly before ddp_timeout make
-        all ranks exit if the answers show a hang. Only the first rank to ask does so."""
+        all ranks exit if the answers show a hang. One rank at a time does so, the first to ask."""
         if self._question is None:
             question = f"{self.rank} at {self._seen}"
             if self.store.compare_set("question", "", question).decode() == question:
