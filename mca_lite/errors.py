@@ -69,9 +69,9 @@ _CURRENT = object()
 class Judge:
     """Collects the Problems of a configuration, to raise them together.
 
-    arguments: an object whose attributes are keys. problems: Problems found earlier, to which
-    others are added. bad: keys with a Problem; refuse() ignores further Problems that involve
-    them."""
+    arguments: an object whose attributes are keys. problems: Problems found earlier, with which
+    the attribute `problems` begins. bad: keys with a Problem; refuse() ignores further Problems
+    that involve them."""
 
     def __init__(self, arguments: Any, problems: Iterable[Problem] = ()) -> None:
         self.arguments = arguments

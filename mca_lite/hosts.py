@@ -64,8 +64,8 @@ def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
 
 class MegatronHost:
     """Access by Hugging Face names to the weights of a model on megatron-core (VirtualModels). For
-    planning it can be made from a McaModelConfig, before the model is built: then it knows the
-    names, and there are no weights."""
+    planning it can be made from a McaModelConfig, before the model is built: then only weights()
+    works, which gives names."""
 
     def __init__(self, model: Any) -> None:
         self.config = model

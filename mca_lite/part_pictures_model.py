@@ -320,7 +320,8 @@ class Pictures(Inputs):
     describes the methods that have no docstring here.
 
     tower: the class of the tower. more_columns: batch columns that it takes beside pixels and
-    grids. grids: for each kind of input, the columns of which a batch with such inputs has any.
+    grids. grids: for each kind of input, columns of which a batch with such inputs has at least
+    one.
     """
 
     tower: type[Tower] = Tower

@@ -99,8 +99,8 @@ def make_plan(arguments: RunArguments) -> Plan:
     """Read tokenizer, configs, the weights' index, adapter and data -> the Plan, from which
     run.train() runs.
 
-    ValueError if a file or a key is wrong. No collectives: usually one process tokenises the data,
-    and the others wait for its lock.
+    ValueError if a key, or what a file contains, is wrong. No collectives: usually one process
+    tokenises the data, and the others wait for its lock.
     """
     transformers.utils.logging.disable_progress_bar()
     keys = arguments.model

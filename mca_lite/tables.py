@@ -512,7 +512,7 @@ class Column:
     needs a value.
     of_dataset: (DatasetSpec, DataArguments) -> the value for a dataset's documents, or None for the
     default.
-    to_model: True if the forward pass gets the column, as a keyword.
+    to_model: True for an input of the model, which its forward pass may get as a keyword.
     given_by: what may have it under its name: "sample", those of a Python dataset; "collator", its
     batches; "record", the objects in any dataset's files.
     of_key: True if DataArguments has a key of this name; its value names the field of records that

@@ -216,8 +216,9 @@ class Evaluator:
         self, dataset: Any, collect: Callable[..., Any], shape: tuple[int, ...]
     ) -> np.ndarray:
         """One pass over a dataset -> float64 [samples, *shape] on every rank. collect(inputs,
-        batch, token losses) gives one tensor [samples or more, *shape] per micro-batch. ValueError
-        for a stream or a dict of datasets."""
+        batch, output) gives one tensor [samples or more, *shape] per micro-batch; its output is
+        token losses, or scores of a model with a value head. ValueError for a stream or a dict of
+        datasets."""
         self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         step = collecting(self.backend, collect, self.trainer.inputs_of)
         run = functools.partial(self.forward, step)
