@@ -95,8 +95,9 @@ class TrainerControl:
     AttributeError.
 
     should_training_stop ends the run after this step. should_epoch_stop goes on with the next
-    epoch; the skipped steps count as steps of the run, so the run does not get longer. should_log,
-    should_evaluate and should_save hold for this step, and are cleared before the next one."""
+    epoch, if there is one (a stream is one epoch); the skipped steps count as steps of the run, so
+    the run does not get longer. should_log, should_evaluate and should_save hold for this step, and
+    are cleared before the next one."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -282,7 +283,8 @@ class BestModel(TrainerCallback):
     """Keeps track of the best evaluation in state.best_metric and best_global_step, and of a
     checkpoint in best_model_checkpoint: the one saved at the best step, before or after the
     evaluation; if there is none, an earlier best step's. With load_best_model_at_end it asks for a
-    checkpoint of each best step, and the trainer loads the best one at the end."""
+    checkpoint of each best step that has none yet, and the trainer loads the best one at the
+    end."""
 
     _last_saved: tuple[int, str] = (-1, "")
 

@@ -196,10 +196,13 @@ class McaTrainer(OtherNames):
         seconds}). Every rank must call it, with equally many training samples.
 
         resume_from_checkpoint: a path; True or "auto": the newest intact checkpoint in output_dir,
-        if there is any; False: start anew; None: args.resume_from_checkpoint. OutputFolderError if
-        another run uses output_dir, or if it cannot be written or is not shared by the nodes. After
-        SIGTERM, SIGINT or SIGUSR1 on any rank during a step, all ranks finish it, save a
-        checkpoint, and raise Interrupted, a SystemExit with callbacks.EXIT_CODE."""
+        or start anew if there is no checkpoint; False: start anew; None:
+        args.resume_from_checkpoint. OutputFolderError if another run uses output_dir, or if it
+        cannot be written or is not shared by the nodes. CheckpointError if a checkpoint cannot be
+        resumed from, if all of them are damaged, or if a new run would begin beside checkpoints
+        without overwrite_output_dir. After SIGTERM, SIGINT or SIGUSR1 on any rank during a step,
+        all ranks finish it, save a checkpoint, and raise Interrupted, a SystemExit with
+        callbacks.EXIT_CODE; this needs train() to run in the main thread."""
         args = self.args
         with (
             mcore.quiet(),
@@ -287,7 +290,7 @@ class McaTrainer(OtherNames):
         return output, self.guard.mark(loss_func)
 
     def prepared(self, micro_batches: list[Batch]) -> list[Batch]:
-        """A step's arranged micro-batches, with the columns that _prepare_micro_batches adds, such
+        """A step's arranged micro-batches after _prepare_micro_batches, which may add columns, such
         as log-probabilities of a reference model. All ranks must call it."""
         return self._prepare_micro_batches(micro_batches, row_length(micro_batches[0]))
 
@@ -296,19 +299,22 @@ class McaTrainer(OtherNames):
         -> the micro-batches. All ranks call it, so it may use collectives or run a second model
         forward.
 
-        micro_batches: arranged batches in host memory: labels int64 [b, s], IGNORE_INDEX where
-        there is no loss; padding_mask, True for padding; cu_seqlens for packed rows. seq_length:
-        the first one's s. If the layout needs it, all have this length, and must keep one common
-        length. An added column must be registered (register_column): [b, s] for tokens, or [n] for
-        real documents or samples. _pre_compute_loss gets it in `batch`, on the rank's device, with
-        a column of tokens sharded as the tokens are."""
+        micro_batches: arranged batches, not yet moved to the rank's device: labels int64 [b, s],
+        IGNORE_INDEX where there is no loss; padding_mask, True for padding; cu_seqlens for packed
+        rows. seq_length: the first one's s. If the layout needs it, all have this length, and must
+        keep one common length. Register an added column (register_column): [b, s] for tokens, or
+        [n] for real documents or samples. Then _pre_compute_loss gets it in `batch`, on the rank's
+        device, with a column of tokens sharded as the tokens are; other columns stay as they
+        are."""
         return micro_batches
 
     def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any], *more: Any) -> Any:
         """Hook: make the loss_func(output) of a micro-batch. Called on every pipeline stage.
 
-        batch: whole rows, except for loss columns (register_column), which hold this rank's part.
-        inputs: the model's inputs. more: passed to _post_compute_loss between labels and losses."""
+        batch: whole rows, except for columns that the model does not take, such as attention_mask
+        and those of register_column: they are on this rank's device, and those per token hold its
+        context-parallel part. inputs: the model's inputs. more: passed to _post_compute_loss
+        between labels and losses."""
         return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
     def inputs_of(self, batch: Batch) -> dict[str, Any]:
@@ -337,7 +343,7 @@ class McaTrainer(OtherNames):
     def _prepare_samples(self, samples: Any) -> Any:
         """Hook: add columns that this objective computes before training, such as the
         log-probabilities of a cached reference model, to a dataset -> a view with them. A dataset
-        prepared before is returned unchanged. All ranks call it."""
+        that needs none, or was prepared before, is returned unchanged. All ranks call it."""
         return samples
 
     def _prepared(self, dataset: Any) -> Any:
@@ -428,8 +434,8 @@ class McaTrainer(OtherNames):
         self, loader: Iterator[Batch], plan: BatchPlan, step: int
     ) -> tuple[list[Batch], int, Numbers]:
         """Read and arrange the micro-batches of a step -> (this rank's micro-batches, the first
-        one's row length, Numbers with their token counts, 0 unless backend.counts_tokens). They get
-        one length if the layout needs it, which may take a collective."""
+        one's row length, Numbers with their token counts, 0 unless backend.counts_tokens). All
+        micro-batches get one row length if the layout needs it, which may take a collective."""
         watchdog.note("reading data", self.state.global_step)
         with self.phases.of["data"]:
             batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
@@ -450,8 +456,8 @@ class McaTrainer(OtherNames):
         itself, without changing the trainer's state, to build cuDNN graphs ahead for their sizes.
         plan: the run's BatchPlan.
 
-        Yields nothing if a user's dataset class or collator might give other data when read again,
-        or if the model takes inputs other than text.
+        Yields nothing for a user's collator, for most dataset classes of a user, because they might
+        give other data when read again, and for a model that takes inputs other than text.
         """
         samples = self.train_dataset
         is_same = isinstance(samples, list) or hasattr(samples_of(samples), "document_lengths")
@@ -465,7 +471,7 @@ class McaTrainer(OtherNames):
 
     def _checked(self, batches: list[Batch]) -> list[Batch]:
         """Check the data collator's batches with check_batch -> the batches with missing columns
-        added. ValueError: see check_batch."""
+        added and ignored ones removed. ValueError: see check_batch."""
         # if so, attention_mask numbers the documents of a row
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
@@ -794,13 +800,14 @@ class McaTrainer(OtherNames):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run forward over a loader of get_eval_dataloader(), or for a map-style dataset of
-        get_train_dataloader() -> metrics over all ranks, and number of samples. `description`,
-        `prediction_loss_only` and `ignore_keys` have no effect. Collective."""
+        get_train_dataloader() -> EvalLoopOutput with metrics over all ranks and the number of
+        samples. ValueError for another loader. `description`, `prediction_loss_only` and
+        `ignore_keys` have no effect. Collective."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
     def prediction_records(self, predictions: Any) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl as dicts, one per sample. predictions: from
-        predict()."""
+        """Yield the lines of predictions.jsonl as dicts, one per sample. predictions: the array in
+        predict()'s result."""
         return records_of(predictions)
 
     # -- files
@@ -817,7 +824,8 @@ class McaTrainer(OtherNames):
         self, resume_from_checkpoint: str | bool | None, model: Any = None
     ) -> None:
         """Resume from a checkpoint, if there is one: load weights, optimizer, schedule, data
-        position and, in the same layout, random states. `model` has no effect. Collective."""
+        position and, in the same layout, random states. None or False: none is wanted. `model` has
+        no effect. Collective."""
         self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

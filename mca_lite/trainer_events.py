@@ -251,11 +251,12 @@ class Phases:
     """Time that this rank spends in each phase, since the last log line, and which ranks take
     longest.
 
-    In synchronous training all ranks take the same time per step, because fast ones wait. So only
-    work between communication is counted. data: reading batches. model: forward and backward,
-    without waiting for pipeline stages and gradients. update: the optimizer. save: writing a
-    checkpoint, unless async_save does. callbacks: callbacks, including the log. reduction: gradient
-    reduction, including the wait for the slowest rank; the slowest rank has the least of it.
+    In synchronous training all ranks take the same time per step, because fast ones wait. So the
+    phases count work between communication, as far as possible. data: reading batches. model:
+    forward and backward, without waiting for pipeline stages and gradients. update: the optimizer.
+    save: writing a checkpoint, unless async_save does. callbacks: callbacks, including the log.
+    reduction: gradient reduction, including the wait for the slowest rank; the slowest rank has the
+    least of it.
 
     waits_in_model: True if ranks wait for each other inside layers (tensor, context, expert
     parallelism). Their model phases then end together, and last longer on ranks whose data came
@@ -301,7 +302,8 @@ class Phases:
     def take(self, step_time_s: float = 0.0) -> dict[str, Any]:
         """The fields of a log line; then times start anew. {} if there is only one rank.
 
-        lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest.
+        lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest; of
+        model, with waits_in_model, without data's lag.
         slowest_rank: the slowest rank in the phase with the largest lag, if that lag is at least 2
         % of step_time_s.
         reduction_s: the least seconds per step that any rank spends in gradient reduction.
@@ -415,8 +417,8 @@ def callbacks_of(args: Any) -> list[TrainerCallback]:
 def check_hooks(kind: type, base: type) -> None:
     """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, such
     as compute_loss of transformers' Trainer, or with a signature that does not fit the calls.
-    Signatures of __init__, of class methods, and of _post_compute_loss beside an own
-    _pre_compute_loss, are not checked."""
+    Signatures of __init__, of class and static methods, and of a _post_compute_loss in a class that
+    also has its own _pre_compute_loss, are not checked."""
     kinds = kind.__mro__
     for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():

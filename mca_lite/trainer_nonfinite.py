@@ -35,7 +35,9 @@ class NotFiniteError(UserError, ArithmeticError):
 
 
 class BadLoss(NamedTuple):
-    """A micro-batch with a non-finite loss. samples: indices of its samples in the dataset."""
+    """A micro-batch with a non-finite loss. replica, rank: the data-parallel replica, and the
+    global rank, that ran it. samples: indices of its samples in the dataset, or for a stream row
+    numbers."""
 
     replica: int
     micro_batch: int
@@ -201,7 +203,7 @@ class FiniteGuard:
 
     def stop(self, text: str) -> NoReturn:
         """Finish a pending checkpoint, and raise NotFiniteError with `text` and the newest
-        checkpoint's name."""
+        checkpoint's name, if there is one."""
         checkpoints = self.trainer.checkpoints
         checkpoints.finish()
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
@@ -226,8 +228,8 @@ class FiniteGuard:
         return sorted({(bad.replica, bad.micro_batch): bad for bad in every}.values())
 
     def samples_of(self, number: int) -> list[int]:
-        """Dataset indices of the samples in a micro-batch of this rank's step; of a stream, its
-        rows' numbers. number: the micro-batch's index."""
+        """Dataset indices of the samples in a micro-batch of this rank's step; for a stream, the
+        rows' numbers, counted from the run's first. number: the micro-batch's index in the step."""
         dataset = self.trainer.train_dataset
         plan = self.trainer.batch_plan
         chosen = dict(enumerate(plan.step(*divmod(self.position, plan.steps_per_epoch))))
