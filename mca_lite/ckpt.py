@@ -50,8 +50,9 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 
 class TorchSnapshot:
-    """Weights, and optionally optimizer state, of the torch backend, ready to be written. Only the
-    main rank keeps and writes them, because all ranks have the same. copy: function that copies a
+    """Weights (with LoRA only the trained ones), and optionally optimizer state, of the torch
+    backend, ready to be written. Only the main rank keeps and writes them, because all ranks have
+    the same. copy: function that copies a
     tensor to host memory, so that later steps do not change it; None: Tensor.cpu, which does not
     copy a CPU tensor."""
 
@@ -95,8 +96,8 @@ def _changing(model: Any) -> NamedTensors:
 
 
 def _states(model: Any, optimizer: Any) -> NamedTensors:
-    """Yield ("exp_avg.<parameter>", tensor) for each state, such as exp_avg, of each parameter that
-    is a tensor or a number."""
+    """Yield ("<state>.<parameter>", tensor), such as "exp_avg.lm_head.weight", for each entry of
+    the optimizer's state that is a tensor or a number."""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
@@ -321,10 +322,11 @@ class Checkpoints:
     def _load(self, folder: Path) -> None:
         """Load the state of a verified checkpoint into the trainer. Collective.
 
-        Raises CheckpointError for a checkpoint without optimizer state, or of a run with other
-        data, another global batch size, objective or base model, other settings that decide the
-        optimizer's state, or settings of a part that is not installed. A line lists most other
-        changed settings."""
+        Raises CheckpointError for a checkpoint without optimizer state, or of a run with another
+        global batch size or objective, other settings that decide the optimizer's state, or
+        settings of a part that is not installed; also for other data, or adapters of another base
+        model, if the checkpoint has facts by which to notice them. A line lists most other changed
+        settings."""
         trainer = self.trainer
         record, state = read_records(folder)
         if not record["with_optimizer"]:
@@ -534,9 +536,9 @@ def load_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> 
 
 
 def save_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> None:
-    """Write the weights, and the optimizer state with with_optimizer, as a checkpoint with a
-    manifest, which load_model() reads. Raises CheckpointError if it cannot be written (OSError for
-    the files of adapters). Collective.
+    """Write the weights (with LoRA only the trained ones), and the optimizer state with
+    with_optimizer, as a checkpoint with a manifest, which load_model() reads. Raises
+    CheckpointError if it cannot be written (OSError for the files of adapters). Collective.
     """
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)

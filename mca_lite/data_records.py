@@ -56,8 +56,8 @@ def column_values(
 ) -> dict[str, float]:
     """{column: value} for a record: from the record's field, otherwise from its dataset. Columns
     left to their default are absent. of_dataset: from dataset_columns. Raises ValueError for a
-    number that is not finite, for a missing field that the dataset names, and for a negative or
-    boolean pair weight."""
+    value that is no finite number, for a missing field that the dataset names, and for a negative
+    or boolean pair weight."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -93,7 +93,7 @@ def refuse_margin(record: Any, where: str) -> None:
 
 def label_of(record: Any, spec: DatasetSpec, where: str, is_binary: bool) -> float:
     """The label of a record's answer as a number, 1 for true, 0 for false. is_binary: True to
-    refuse other numbers. Raises ValueError if it is missing, refused or not finite."""
+    refuse other numbers. Raises ValueError if it is missing, refused or no finite number."""
     column = spec.columns.get("kto_tag")
     if column is None:
         given = (name for name in _LABELS if isinstance(record, dict) and name in record)
@@ -203,7 +203,7 @@ _OTHER_BLOCK = (
 def _read_blocks(blocks: list[Any], where: str) -> dict[str, Any]:
     """The content, media, thinking and tool calls of a message, read from a list of content blocks,
     OpenAI's or (with "value") LLaMA-Factory's. In the content, MARK stands for an image, video or
-    audio. Raises ValueError for other blocks."""
+    audio. Raises ValueError for other blocks, and for a tool call that is not JSON."""
     message: Message = {"content": "", "media": []}
     for block in blocks:
         block = _without((), block) if isinstance(block, dict) else block
@@ -317,8 +317,9 @@ def is_plain(record: Any, form: str) -> bool:
 
 
 def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
-    """True if a pair's answers are whole conversations that contain the prompt: the first turn of
-    "chosen" is the user's, a system or a developer message. pairs has no effect."""
+    """True if a pair's answers are whole conversations that contain the prompt: by its "role" or
+    "from", the first turn of "chosen" is the user's, a system or a developer message. pairs has no
+    effect."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
@@ -407,7 +408,7 @@ def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: s
 def check_first(data_args: Keys, objective: Objective) -> None:
     """Find the datasets of a run, and check the first record of each file below 64 MiB unless bad
     records are skipped. torch is not needed. Raises ValueError as resolve() and read_records() do,
-    and for a record without its format's columns."""
+    and for a first record that cannot be read in its format."""
     entries = [*(data_args.dataset or ()), *(data_args.eval_dataset or ())]
     skips = data_args.on_bad_record == "skip"
     for spec in resolve(entries, data_args, objective):
@@ -443,7 +444,7 @@ def _text_column(spec: DatasetSpec) -> str:
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
     """A record's text: the declared text or prompt column, else "text", with the query column on a
     line below if dataset_info.json declares one. A record that is a text is returned as it is.
-    Raises ValueError if the column is missing, and for inputs that TEXT.values_of() finds."""
+    Raises ValueError for an unusable record, such as one without the column, or with pictures."""
     if isinstance(record, str):
         return record
     get_column(record, "", where, object, required=False)  # refuses anything but an object

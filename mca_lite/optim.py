@@ -322,7 +322,7 @@ def given_optimizers(
     Trainer.
 
     Without a scheduler, lr_scheduler_type applies: each group keeps its weight decay, and its
-    learning rate is the schedule's maximum. ValueError for an optimizer that would not update
+    learning rate is the schedule's maximum. ValueError unless the optimizer is torch's and updates
     exactly the model's trained parameters, for a scheduler that is not this optimizer's or does not
     count steps, and if is_megatron for either.
     """

@@ -55,7 +55,8 @@ class KTOConfig(ReferenceConfig):
 class KTOTrainer(DPOTrainer):
     """Train with KTO on labelled answers. A sample has one document {"input_ids", "labels",
     "answer_label"} with shifted labels; answer_label is 1 for a desirable answer, 0 for an
-    undesirable one. With sequence_packing, samples may also be packs of such samples.
+    undesirable one. With sequence_packing, a data set may also be a data_batches.Packs of such
+    samples.
 
     train_config: a KTOConfig; None: its defaults. Other arguments are DPOTrainer's;
     per_device_train_batch_size counts answers, or packs. KTO's kl comes from mismatched documents,
@@ -198,8 +199,8 @@ class KTOTrainer(DPOTrainer):
 
     def _of_each_two(self, batches: list[Batch], first: int) -> list[Batch]:
         """Arranged micro-batches with only the answers (first = 0) or only the mismatched documents
-        (first = 1), padded to their own length. Collective if the layout pads to the longest row of
-        all ranks."""
+        (first = 1), padded anew as the layout needs it. Collective if the layout pads to the
+        longest row of all ranks."""
         chosen = [_every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
         return [to_length(self.backend, batch, longest) for batch in chosen]

@@ -43,8 +43,9 @@ _Value = TypeVar("_Value")
 
 
 class Place(NamedTuple):
-    """The place of a single expert's projection in transformers' model. parameter: that which has
-    it, such as "model.layers.0.mlp.experts.gate_up_proj". half: 1 for up, otherwise 0.
+    """The place of a single expert's projection in transformers' model. parameter: the stacked
+    parameter that contains it, such as "model.layers.0.mlp.experts.gate_up_proj". expert: its
+    index. half: 1 for up, otherwise 0.
     """
 
     parameter: str
@@ -94,7 +95,8 @@ class LoraSpec:
     base_model: name or folder of the frozen model.
     parts: in a model that also reads images, the parts (such as the language model) in which
     targets may match; a target that is a module's whole name matches in any part.
-    target_parameters, rank_pattern, alpha_pattern: as in PEFT, see part_lora_patterns.
+    target_parameters (ends of names of stacked experts' parameters), rank_pattern and alpha_pattern
+    ({pattern of names: value}): as in PEFT.
     in_turns: True if rows of gate and up alternate in the experts' parameters, as in gpt_oss;
     part_lora_sites.plan sets it.
     """
@@ -175,7 +177,8 @@ def is_joined(name: str) -> bool:
 
 
 def _file_names(spec: LoraSpec, modules: Iterable[str]) -> dict[str, str]:
-    """{parameter: its module's name in PEFT's file} of the stacked parameters among `modules`."""
+    """{parameter: its module's name in PEFT's file} for the stacked parameters to which `modules`,
+    single experts' projections, belong."""
     places = [place_of(module) for module in modules if spec.stacks(module)]
     parameters = dict.fromkeys(place.parameter for place in places if place)
     names = {}
@@ -247,8 +250,8 @@ class _Single:
 
 def singles(slices: Mapping[str, Any], spec: LoraSpec, folder: Any) -> dict[str, Any]:
     """The opposite of joined(): {name: slice of PEFT's file} -> the same with single experts' names
-    for the parts of stacked parameters. ValueError, naming the folder, if the file's parameters are
-    not those that the spec's modules make up.
+    for the parts of stacked parameters. ValueError, naming the folder, if the file's matrices of
+    stacked parameters are not those that the spec's modules make up.
     """
     names = _file_names(spec, spec.modules)
     counts: dict[str, int] = {}

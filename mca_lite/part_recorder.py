@@ -97,11 +97,12 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
     that differ or wait).
 
     If recent collectives of the same number differ between ranks of a group, the ranks in the
-    minority are late. Otherwise, a rank is late if others wait for it, and it waits for none; a
-    call that its GPU has not begun is no wait if other GPUs have begun theirs. If every
-    awaited rank waits too, the late ranks are those waiting in a call made by the user's code,
-    outside torch, megatron-core and this package; likewise on gloo, which may hide a point-to-point
-    wait, if these are at most half of the ranks. No rank is late if that would be every rank.
+    minority are late, or at a tie those in the user's code. If this names no rank, a rank is late
+    if others wait for it, and it waits for none; a call that its GPU has not begun is no wait if
+    other GPUs have begun theirs. If every awaited rank waits too, the late ranks are those waiting
+    in a call made by the user's code, outside torch, megatron-core and this package; likewise on
+    gloo, which may hide a point-to-point wait, if these are at most half of the ranks. No rank is
+    late if that would be every rank.
     """
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)

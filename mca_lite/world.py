@@ -28,8 +28,8 @@ _START = "start with torchrun, or with srun so that SLURM's variables describe t
 
 
 class World(NamedTuple):
-    """This process among the processes of the run, one per rank. is_given: True if a launcher
-    described it."""
+    """This process among the processes of the run, one per rank. is_given: True if the environment
+    has WORLD_SIZE, as a launcher or planned_world() sets it."""
 
     rank: int
     size: int
@@ -79,12 +79,12 @@ def planned_world(size: int) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Check the environment variables that torchrun sets; if they are missing in a task of SLURM's
-    srun, set them from SLURM's.
+    """Check the environment variables that torchrun sets; if they are missing in one of several
+    tasks of SLURM's srun, set them from SLURM's.
 
     Without a launcher, this process is a world of one rank. ValueError if rank, size and address
-    are incomplete. May be called again; does nothing if the host program has already made a process
-    group."""
+    are incomplete or impossible. May be called again; does nothing if the host program has already
+    made a process group."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         return
@@ -106,7 +106,7 @@ def end_second_run() -> None:
 
 def _check() -> None:
     """Raise ValueError if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a world
-    incompletely, or a number in them is impossible."""
+    incompletely, or a number in them or in LOCAL_RANK is impossible."""
     given = {name: text for name, text in os.environ.items() if text}  # scripts may export ""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not given.get(name, "0").isdecimal():
