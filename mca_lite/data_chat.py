@@ -336,9 +336,7 @@ class ChatRenderer:
             samples.append(sample._replace(lacks_thinking=lacks))
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
-    def _for_template(
-        self, conversation: Conversation
-    ) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    def _for_template(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
         """A conversation's (messages, tools) for its chat template: thinking under the key that the
         template reads, and thinking or tools as text if the template does not read them."""
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
@@ -389,7 +387,7 @@ class ChatRenderer:
                 "or another chat_template",
             )
 
-    def _lacks_thinking(self, messages: list[Message], marked: list[dict[str, Any]]) -> bool:
+    def _lacks_thinking(self, messages: list[Message], marked: list[Message]) -> bool:
         """True if the template drops an answer's thinking even if the conversation ends with this
         answer. marked: the messages from _mark_thinking. False if the template refuses them."""
         thinks = [n for n in _answers(messages) if marked[n] != messages[n]]
@@ -399,9 +397,7 @@ class ChatRenderer:
             return any(_mark_of(n) not in self._render(marked[: n + 1]) for n in hidden)
         return False
 
-    def _parts(
-        self, messages: list[Message], marked: list[dict[str, Any]]
-    ) -> list[tuple[int, int]]:
+    def _parts(self, messages: list[Message], marked: list[Message]) -> list[tuple[int, int]]:
         """Split a conversation into samples so that thinking is trained where the template writes
         it -> (end, first) per sample: messages[:end], with answers from index `first` on trained.
 
@@ -711,7 +707,7 @@ def _thinking_key(template: str) -> str:
     return next((key for key in _THINKING_KEYS if _reads(template, key)), "")
 
 
-def _with_known_keys(message: Message, template: str) -> dict[str, Any]:
+def _with_known_keys(message: Message, template: str) -> Message:
     """A copy of the message with its thinking (reasoning text) under the key that the chat template
     reads, or "reasoning_content" if the template reads none. Raises ValueError for a second,
     different thinking text, and for unknown keys that the template does not read."""
@@ -737,7 +733,7 @@ def _with_known_keys(message: Message, template: str) -> dict[str, Any]:
 
 def _for_template(
     messages: list[Message], tools: list[Any] | None, template: str
-) -> tuple[list[dict[str, Any]], list[Any] | None]:
+) -> tuple[list[Message], list[Any] | None]:
     """(messages, tools), with thinking or tools as text if the chat template has no place for them.
 
     If it reads no thinking, thinking goes before the answer, in <think></think>. If there are tools
@@ -755,15 +751,15 @@ def _for_template(
     return messages, tools
 
 
-def _with_thinking_as_text(message: Message) -> dict[str, Any]:
+def _with_thinking_as_text(message: Message) -> Message:
     message = dict(message)
     if thinking := message.pop(_THINKING_KEYS[0], ""):
         message["content"] = f"<think>\n{thinking.strip()}\n</think>\n\n{message['content']}"
     return message
 
 
-def _with_tools_as_text(messages: list[Message], tools: list[Any]) -> list[dict[str, Any]]:
-    written: list[dict[str, Any]] = []
+def _with_tools_as_text(messages: list[Message], tools: list[Any]) -> list[Message]:
+    written: list[Message] = []
     for message in messages:
         message = dict(message)
         parts = [message["content"]]
@@ -800,7 +796,7 @@ def _mark_of(number: int) -> str:
     return f"mcathought{number}x"
 
 
-def _mark_thinking(messages: list[Message]) -> list[dict[str, Any]]:
+def _mark_thinking(messages: list[Message]) -> list[Message]:
     """The messages with the assistant's thinking replaced by marks ("mcathought3x" in message 3),
     to see where a template writes it."""
     marked = list(messages)

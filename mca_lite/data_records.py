@@ -115,7 +115,7 @@ def _check_finite(name: str, value: float, where: str) -> None:
 # -- turns
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
@@ -153,7 +153,7 @@ _ROLES = {
 
 def _messages(
     record: Any, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
-) -> list[dict[str, Any]]:
+) -> list[Message]:
     """The messages in a record's column: a text as one message of `role`, otherwise a turn or a
     list of turns. kind: types that the column may have.
 
@@ -173,9 +173,7 @@ def _messages(
     return [_read_turn(turn, tags, roles, where) for turn in value]
 
 
-def _read_turn(
-    turn: Any, tags: dict[str, Any], roles: dict[str, Any], where: str
-) -> dict[str, Any]:
+def _read_turn(turn: Any, tags: dict[str, Any], roles: dict[str, Any], where: str) -> Message:
     role = get_column(turn, tags["role_tag"], where)
     role = roles.get(role, role)
     content = get_column(turn, tags["content_tag"], where, (str, list), required=False)
@@ -200,7 +198,7 @@ _OTHER_BLOCK = (
 )
 
 
-def _read_blocks(blocks: list[Any], where: str) -> dict[str, Any]:
+def _read_blocks(blocks: list[Any], where: str) -> Message:
     """The content, media, thinking and tool calls of a message, read from a list of content blocks,
     OpenAI's or (with "value") LLaMA-Factory's. In the content, MARK stands for an image, video or
     audio. Raises ValueError for other blocks, and for a tool call that is not JSON."""
@@ -255,7 +253,7 @@ def _is_alpaca(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     return is_declared or (has_prompt and not _is_sharegpt(record, spec, pairs))
 
 
-def _alpaca_prompt(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
+def _alpaca_prompt(record: Any, spec: DatasetSpec, where: str) -> list[Message]:
     columns = spec.columns
     prompt = get_column(record, columns.get("prompt", "instruction"), where)
     query = get_column(record, columns.get("query", "input"), where, required=False)
@@ -272,7 +270,7 @@ def _alpaca_prompt(record: Any, spec: DatasetSpec, where: str) -> list[dict[str,
     return [*messages, _message("user", "\n".join(filter(None, (prompt, query))))]
 
 
-def _alpaca_answer(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
+def _alpaca_answer(record: Any, spec: DatasetSpec, where: str) -> list[Message]:
     column = spec.columns.get("response", "output")
     return _messages(record, column, "assistant", spec, where, str)
 
@@ -285,11 +283,11 @@ def _is_openai(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     return "role" in _first_turn(record.get(_turns_column(record, spec))) and not spec.tags
 
 
-def _turns(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
+def _turns(record: Any, spec: DatasetSpec, where: str) -> list[Message]:
     return _messages(record, _turns_column(record, spec), "", spec, where, list)
 
 
-def _no_turns(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
+def _no_turns(record: Any, spec: DatasetSpec, where: str) -> list[Message]:
     return []
 
 
@@ -297,14 +295,14 @@ def _has_prompt(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     return record.get(spec.columns.get("prompt", "prompt")) is not None
 
 
-def _prompt(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
+def _prompt(record: Any, spec: DatasetSpec, where: str) -> list[Message]:
     return _messages(record, spec.columns.get("prompt", "prompt"), "user", spec, where)
 
 
 _ANSWERS = {"completion", "response"}
 
 
-def _completion(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
+def _completion(record: Any, spec: DatasetSpec, where: str) -> list[Message]:
     column = "completion" if "completion" in record else "response"
     return _messages(record, column, "assistant", spec, where)
 
@@ -670,10 +668,7 @@ def _tools(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]] |
 
 
 def _check_prompts(
-    chosen: list[dict[str, Any]],
-    rejected: list[dict[str, Any]],
-    prompt: list[dict[str, Any]],
-    where: str,
+    chosen: list[Message], rejected: list[Message], prompt: list[Message], where: str
 ) -> None:
     """Raise ValueError if the answers of a pair have different prompts, or a prompt that lacks the
     text of a message of the prompt column (`prompt`, [] for none)."""
