@@ -9,7 +9,7 @@ metrics).
 import abc
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +25,8 @@ from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batch
 from .tables import COLUMNS
 from .weights_convert import Change
 from .weights_files import NamedTensors
+
+Metrics: TypeAlias = list[dict[str, Any]]  # of each micro-batch
 
 
 def mean_of(total: Any, count: torch.Tensor) -> Any:
@@ -139,7 +141,7 @@ class Backend(abc.ABC):
         micro_batches: list[Any],
         seq_length: int,
         chunks: list[Any] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         """Run the schedule's forward pass only -> metrics per micro-batch; [] on pipeline stages
         other than the last. forward_step: megatron's forward_step_func, (iterator over
         micro-batches, model) -> (output, loss function). chunks: from wrap_reference, to run
@@ -152,7 +154,7 @@ class Backend(abc.ABC):
         micro_batches: list[Any],
         seq_length: int,
         last: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         """Run the schedule forward and backward -> metrics per micro-batch, as from forward(). The
         gradients are added to the gradients of earlier calls, until finish_gradients() or
         discard_gradients() is called. Collective.
@@ -276,7 +278,7 @@ class Backend(abc.ABC):
         seq_length: int,
         forward_only: bool = False,
         chunks: Any = None,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         """Run a step's micro-batches -> metrics per micro-batch. With forward_only: forward(), with
         its `chunks`. Otherwise also compute the gradients of a whole update, ready for step().
         Collective."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from . import parallel, weights_convert
 from .args_rules_model import check_gate
-from .backend import Backend, mean_of
+from .backend import Backend, Metrics, mean_of
 from .batch import Batch, RowLayout, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron, may_rest, owned_parameters
 from .errors import Judge, Keys
@@ -320,7 +320,7 @@ class MegatronBackend(Backend):
         micro_batches: list[Any],
         seq_length: int,
         chunks: list[Any] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         return self._run_schedule(
             forward_step, micro_batches, seq_length, chunks or self.chunks, forward_only=True
         )
@@ -344,7 +344,7 @@ class MegatronBackend(Backend):
         seq_length: int,
         chunks: Sequence[Any],
         forward_only: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
@@ -361,7 +361,7 @@ class MegatronBackend(Backend):
         micro_batches: list[Any],
         seq_length: int,
         last: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         config = self.config
         usual = config.no_sync_func
         first = self.pending is None

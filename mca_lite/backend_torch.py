@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from . import cpu, parallel
 from .args_rules_model import check_torch_packing
-from .backend import Backend, mean_of
+from .backend import Backend, Metrics, mean_of
 from .batch import (
     Batch,
     block_diagonal_mask,
@@ -386,7 +386,7 @@ class TorchBackend(Backend):
         micro_batches: list[Any],
         seq_length: int,
         chunks: list[Any] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         [model] = chunks or self.chunks
         return self._run_all(forward_step, micro_batches, model, forward_only=True)[0]
 
@@ -397,7 +397,7 @@ class TorchBackend(Backend):
         model: Any,
         forward_only: bool = False,
         last: bool = True,
-    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
+    ) -> tuple[Metrics, torch.Tensor]:
         """Run the micro-batches forward, and backward unless forward_only -> (metrics per
         micro-batch, sum of their counts). last: True if DDP shall average the gradients over ranks
         in the last micro-batch's backward pass."""
@@ -426,7 +426,7 @@ class TorchBackend(Backend):
         micro_batches: list[Any],
         seq_length: int,
         last: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> Metrics:
         first = self.pending is None
         if first:
             self.optimizer.zero_grad()

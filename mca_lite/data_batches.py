@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ _NOTHING = ("None", "[]", "()", "")  # how an absent value looks as text
 _NUMBERED = ("attention_mask",)  # each row has it, even if its documents do not
 FILLER = -1  # "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # drawn at once, as Hugging Face's datasets does
+
+Documents: TypeAlias = list[dict[str, Any]]  # the documents of a sample: columns by name
 
 # -- samples to a padded batch
 
@@ -677,7 +679,7 @@ class Packs(Dataset):
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+    def __getitem__(self, i: int) -> Documents:
         return [document for j in self.packs[i] for document in documents_of(self.dataset[int(j)])]
 
     def over(self, dataset: Any) -> "Packs":

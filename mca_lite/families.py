@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import Judge, expect
 from .families_rows import (
@@ -42,6 +42,9 @@ def _same(keys: str) -> dict[str, str]:
     fields."""
     return {key: key for key in keys.split()}
 
+
+# ((name, True if it is the weight matrix of a torch Linear), ...)
+InputTensors: TypeAlias = tuple[tuple[str, bool], ...]
 
 _GEMMA = {"activation_func": GELU, "layernorm_zero_centered_gamma": True, "post_norms": True}
 _GEMMA_REFUSALS = "hidden_activation attention_bias use_bidirectional_attention"
@@ -653,9 +656,7 @@ def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
 
 
 @functools.lru_cache(16)
-def _expand(
-    rows: tuple[Row, ...], num_experts: int, tensors: tuple[tuple[str, bool], ...]
-) -> tuple[Row, ...]:
+def _expand(rows: tuple[Row, ...], num_experts: int, tensors: InputTensors) -> tuple[Row, ...]:
     expanded: list[Row] = []
     for row in rows:
         if row.kind == "module":

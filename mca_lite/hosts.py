@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import parallel
-from .families import rows_of, values_of
+from .families import InputTensors, rows_of, values_of
 from .families_rows import Row
 from .inputs import Inputs, inputs_of
 from .model_config import McaModelConfig
@@ -128,7 +128,7 @@ class _Fields(SimpleNamespace):
     inputs: Inputs
 
     @property
-    def input_tensors(self) -> tuple[tuple[str, bool], ...]:
+    def input_tensors(self) -> InputTensors:
         return self.inputs.tensors
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .batch import Batch
 from .errors import Keys, expect
-from .families import FAMILIES
+from .families import FAMILIES, InputTensors
 from .parts import absent_rows, need_of
 from .tables import INPUTS, function_of, is_of_inputs
 
@@ -194,7 +194,7 @@ class Inputs:
         self.config = config
 
     @property
-    def tensors(self) -> tuple[tuple[str, bool], ...]:
+    def tensors(self) -> InputTensors:
         """(name, True if it is the weight matrix of a torch Linear) for each parameter in the
         modules for inputs other than text, such as the vision tower; () in this base class, for
         text models. Names are relative to the module that contains them all."""

@@ -27,7 +27,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, expect, refuse
-from .families import FAMILIES, SAME_AS, get_family, needs_file
+from .families import FAMILIES, SAME_AS, InputTensors, get_family, needs_file
 from .families_rows import has_value_head
 from .files import (
     HF_CONFIG_NAME,
@@ -426,7 +426,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return inputs_of(self)
 
     @property
-    def input_tensors(self) -> tuple[tuple[str, bool], ...]:
+    def input_tensors(self) -> InputTensors:
         """(name, True if it is the weight matrix of a torch Linear) for each parameter in the
         modules for inputs other than text, such as the vision tower; () for text models."""
         return self.inputs.tensors

@@ -38,7 +38,7 @@ from .mcore import (
     get_megatron_optimizer,
     of_minor,
 )
-from .tables import OPTIMIZERS, function_of
+from .tables import OPTIMIZERS, ParamGroups, function_of
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
@@ -274,7 +274,7 @@ def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.
     return inner
 
 
-def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> ParamGroups:
     """Copies of an optimizer's parameter groups, to build another optimizer from: lr and
     weight_decay are kept, other settings with a default, such as betas, are left out."""
     kept = ("lr", "weight_decay")
@@ -289,7 +289,7 @@ def create_torch_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the optimizer for a plain torch model, over its trained parameters. Its parameter
     groups have megatron's key wd_mult: 1 for weights with weight decay, 0 for weights without."""
-    groups: list[dict[str, Any]] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
+    groups: ParamGroups = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[not decays(name, parameter)]["params"].append(parameter)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from .families import InputTensors
 from .inputs import InputWork, Media
 from .model_config import McaModelConfig
 from .part_audio import Hearing
@@ -98,7 +99,7 @@ class Hears(Pictures):
         return (*super().token_ids, self.whole.audio_token_id)
 
     @property
-    def tensors(self) -> tuple[tuple[str, bool], ...]:
+    def tensors(self) -> InputTensors:
         audio = tensors_of(self.on_meta.audio_tower)
         return (
             *((f"visual.{name}", is_linear) for name, is_linear in super().tensors),

@@ -13,7 +13,7 @@ import torch
 from .args_rules import name_of_set
 from .batch import Batch, in_documents, real_documents
 from .callbacks import TrainerCallback
-from .data_batches import Stream, View, documents_of, with_samples
+from .data_batches import Documents, Stream, View, documents_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
 from .parallel import to_device
@@ -34,7 +34,7 @@ class Numbered(View):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["dataset"], name)
 
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+    def __getitem__(self, i: int) -> Documents:
         of_set = {COLUMN: int(self.numbers[i])}
         return [{**document, **of_set} for document in documents_of(self.dataset[i])]
 

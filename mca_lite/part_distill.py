@@ -37,7 +37,7 @@ from torch.utils.data import Subset
 from . import parallel
 from .batch import Batch
 from .ckpt_folder import CheckpointError
-from .data_batches import Limits, Stream, View, documents_of
+from .data_batches import Documents, Limits, Stream, View, documents_of
 from .data_encode import hash_of
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
@@ -291,7 +291,7 @@ class WithRows(View):
         self.ends = ends
         self.document_lengths = getattr(dataset, "document_lengths", None)
 
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+    def __getitem__(self, i: int) -> Documents:
         documents = documents_of(self.dataset[i])
         row = self.ends[i]
         numbered = []

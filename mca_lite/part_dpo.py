@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 from . import ckpt_folder, parallel, part_dpo_losses
 from .batch import Batch, in_documents, join, real_documents
 from .ckpt_folder import CheckpointError
-from .data_batches import Packs, View, documents_of, samples_of
+from .data_batches import Documents, Packs, View, documents_of, samples_of
 from .data_encode import hash_of
 from .data_files import SIDES
 from .errors import Judge, expect, refuse
@@ -63,7 +63,7 @@ class WithReference(View):
         self.logps = logps
         self.first_scores = logps[:4].tolist()
 
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+    def __getitem__(self, i: int) -> Documents:
         documents = documents_of(self.dataset[i])
         return [
             {**document, "reference": logp}

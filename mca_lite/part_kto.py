@@ -24,7 +24,7 @@ import torch
 from . import parallel
 from .backend import mean_of
 from .batch import Batch, is_of_tokens, real_documents
-from .data_batches import View, documents_of, samples_of, with_samples
+from .data_batches import Documents, View, documents_of, samples_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
 from .part_dpo import DPOTrainer, ReferenceConfig, WithReference
@@ -269,7 +269,7 @@ class Mismatched(View):
             return (i - 1) % len(self)
         return start + (i - start - 1) % size
 
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+    def __getitem__(self, i: int) -> Documents:
         [document] = documents_of(self.dataset[i])
         [other] = documents_of(self.dataset[self.partner(i)])
         label = document.get(ANSWER_LABEL)

@@ -6,7 +6,7 @@ import torch
 
 from .args import TrainingArguments
 from .kernels import AdamW
-from .tables import numbers_of_adam
+from .tables import ParamGroups, numbers_of_adam
 
 
 def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Muon(AdamW):
     the matrix of a linear, such as norms, biases and gates of one row. Routers are updated by Muon.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], args: TrainingArguments):
+    def __init__(self, groups: ParamGroups, args: TrainingArguments):
         super().__init__(groups, **numbers_of_adam(args))
         self.args = args
 

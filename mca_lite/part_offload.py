@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .tables import ParamGroups
+
 
 class OffloadedOptimizer:
     """An optimizer that keeps and updates the states of some parameters in host memory (on_host):
@@ -18,7 +20,7 @@ class OffloadedOptimizer:
         self,
         inner: torch.optim.Optimizer,
         fraction: float,
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        make: Callable[[ParamGroups], torch.optim.Optimizer],
     ):
         """inner: the optimizer of all parameters. make(groups): builds an optimizer of the same
         kind for the host."""
@@ -34,7 +36,7 @@ class OffloadedOptimizer:
         self.on_host = set(self._stand_ins)
         self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
 
-    def _host_groups(self) -> list[dict[str, Any]]:
+    def _host_groups(self) -> ParamGroups:
         """Parameter groups for the host's optimizer: param_groups with only the offloaded
         parameters, each replaced by its stand-in on the CPU."""
         groups = []
@@ -44,7 +46,7 @@ class OffloadedOptimizer:
         return groups
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> ParamGroups:
         return self.inner.param_groups
 
     @property

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from .batch import Batch
 from .ckpt_megatron import may_rest
 from .errors import expect, refuse
-from .families import LANGUAGE_MODEL, part_of, vision_parts_of
+from .families import LANGUAGE_MODEL, InputTensors, part_of, vision_parts_of
 from .hosts import host_of
 from .inputs import Inputs, InputWork, Media
 from .mcore import mpu
@@ -212,7 +212,7 @@ def modules_on_meta(hf_config: str) -> Any:
         return transformers.AutoModelForImageTextToText.from_config(hf).model
 
 
-def tensors_of(tower: torch.nn.Module) -> tuple[tuple[str, bool], ...]:
+def tensors_of(tower: torch.nn.Module) -> InputTensors:
     """(name, True if it is the weight matrix of a linear) for each parameter of a module."""
     linears = {
         f"{name}.weight"
@@ -357,7 +357,7 @@ class Pictures(Inputs):
         return self.whole.image_token_id, getattr(self.whole, "video_token_id", -1)
 
     @property
-    def tensors(self) -> tuple[tuple[str, bool], ...]:
+    def tensors(self) -> InputTensors:
         return tensors_of(self.on_meta.visual)
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from . import ckpt_folder, parallel
 from .batch import Batch
 from .ckpt_folder import CheckpointError
-from .data_batches import Stream, View, documents_of, samples_of
+from .data_batches import Documents, Stream, View, documents_of, samples_of
 from .data_encode import hash_of
 from .errors import expect
 from .files import cache_folder
@@ -229,7 +229,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             rows["logps"][:, column] = np.concatenate(parts)
         return rows
 
-    def _documents(self, samples: Any, start: int, stop: int) -> list[dict[str, Any]]:
+    def _documents(self, samples: Any, start: int, stop: int) -> Documents:
         """Samples `start` to `stop` as the dicts that a Session takes, without the column "group".
         If the loss reads logits, each sample without its own temperature gets the configured one,
         so that the Session divides the logits as training does.
@@ -241,7 +241,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
                 document.setdefault("temperature", self.train_config.temperature)
         return documents
 
-    def _log_probs(self, documents: list[dict[str, Any]], base: bool = False) -> list[Any]:
+    def _log_probs(self, documents: Documents, base: bool = False) -> list[Any]:
         """Log-probabilities of the labels, float32 [n] for each document, on the CPU, by a Session
         around the trainer's model. base: with adapters off. Collective.
         """
@@ -290,7 +290,7 @@ class Computed(View):
         self.rows = rows
         self.first_scores = rows[:4].tolist()
 
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+    def __getitem__(self, i: int) -> Documents:
         config = self.config
         given = _document(self.dataset[i])
         expect(

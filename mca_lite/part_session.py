@@ -19,7 +19,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from .batch import Batch, in_documents
 from .data_batches import (
     BatchPlan,
     Collator,
+    Documents,
     Limits,
     best_fit,
     check_batch,
@@ -45,6 +46,8 @@ from .part_session_weights import Weights
 from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length, scattered
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, is_of_inputs
 from .trainer_events import Phases, check_given
+
+Samples: TypeAlias = Sequence[Mapping[str, Any]]  # columns by name, or documents of them
 
 
 class Output(NamedTuple):
@@ -333,9 +336,7 @@ def _firsts(batch: Batch, is_trained: torch.Tensor) -> torch.Tensor:
 # -- samples
 
 
-def _documents(
-    samples: Sequence[Mapping[str, Any]], loss: Any, limits: Limits, refuses_more: bool
-) -> list[dict[str, Any]]:
+def _documents(samples: Samples, loss: Any, limits: Limits, refuses_more: bool) -> Documents:
     """The call's samples as checked documents, without the SESSION_COLUMNS that the loss does not
     read. refuses_more: refuse samples with such columns. ValueError for invalid samples, or if only
     some have a column that the loss reads."""
@@ -402,7 +403,7 @@ def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
     return row
 
 
-def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
+def _numbered(documents: Documents, first: int) -> np.ndarray:
     """Number the trained tokens of N documents, in order, from `first`: set each document's column
     token_number, in place (-1: not trained). Returns int64 [N + 1]: the number of each document's
     first trained token, then the next free number."""
@@ -428,7 +429,7 @@ class _Share(NamedTuple):
     num_batches: int
 
 
-def _checksum(documents: list[dict[str, Any]]) -> int:
+def _checksum(documents: Documents) -> int:
     found = 0
     for document in documents:
         for name in sorted(document):
@@ -444,8 +445,8 @@ class _Call(NamedTuple):
     first trained token, then the next number. tokens: number of trained tokens on all replicas.
     num_batches: the largest number of micro-batches on a rank."""
 
-    documents: list[dict[str, Any]]
-    rows: list[list[dict[str, Any]]]
+    documents: Documents
+    rows: list[Documents]
     ends: np.ndarray
     tokens: int
     num_batches: int
@@ -504,7 +505,7 @@ class Session:
 
     def log_probs(
         self,
-        samples: Sequence[Mapping[str, Any]],
+        samples: Samples,
         temperature: float = 1.0,
         base: bool = False,
         entropy: bool = False,
@@ -531,7 +532,7 @@ class Session:
         with as_it_was:
             return self._run(samples, loss, False, own=own, refuses_more=False).logps
 
-    def routes(self, samples: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    def routes(self, samples: Samples) -> list[torch.Tensor]:
         """The experts that the model's routers choose: for each sample, in order, int16 [n, MoE
         layers, experts per token], on the CPU of every rank. Collective. In later calls, samples
         with this result as their column "routes" use these experts; this call ignores that column.
@@ -541,21 +542,14 @@ class Session:
         self._run(samples, _Plain(), False, refuses_more=False, routes=routes)
         return routes.recorded()
 
-    def forward(
-        self, samples: Sequence[Mapping[str, Any]], loss: str = "cross_entropy", **numbers: Any
-    ) -> Output:
+    def forward(self, samples: Samples, loss: str = "cross_entropy", **numbers: Any) -> Output:
         """Compute a loss without gradients, in evaluation mode. Returns an Output. Collective.
         loss: a name in SESSION_LOSSES. numbers: the loss's parameters. ValueError for an unknown
         loss or parameter, and for invalid samples."""
         return self._run(samples, loss_of(loss, numbers), False)
 
     def forward_backward(
-        self,
-        samples: Sequence[Mapping[str, Any]],
-        loss: str,
-        last: bool = False,
-        own: bool = False,
-        **numbers: Any,
+        self, samples: Samples, loss: str, last: bool = False, own: bool = False, **numbers: Any
     ) -> Output:
         """Compute a loss, and add its gradient, summed over the samples, for optim_step. Returns an
         Output. Collective.
@@ -571,7 +565,7 @@ class Session:
         return self._run(samples, loss_of(loss, numbers), True, last, own)
 
     def forward_backward_custom(
-        self, samples: Sequence[Mapping[str, Any]], function: Callable[..., Any], last: bool = False
+        self, samples: Samples, function: Callable[..., Any], last: bool = False
     ) -> Output:
         """Add the gradient of a loss that your function computes from all log-probabilities.
         Returns an Output with "loss" and the function's metrics. Collective.
@@ -601,7 +595,7 @@ class Session:
 
     def _run(
         self,
-        samples: Sequence[Mapping[str, Any]],
+        samples: Samples,
         loss: Any,
         trains: bool,
         last: bool = False,
@@ -663,19 +657,14 @@ class Session:
             self.backend.create_optimizer()
 
     def _agreed(
-        self,
-        samples: Sequence[Mapping[str, Any]],
-        loss: Any,
-        own: bool,
-        refuses_more: bool,
-        call: str,
+        self, samples: Samples, loss: Any, own: bool, refuses_more: bool, call: str
     ) -> _Call:
         """Check this rank's samples, and agree with all ranks on the call. ValueError on every rank
         if samples on any rank are invalid, or if columns for text or arguments differ that must be
         equal. Collective. own: replicas have different samples. call: the other arguments as
         text."""
-        documents: list[dict[str, Any]] = []
-        rows: list[list[dict[str, Any]]] = []
+        documents: Documents = []
+        rows: list[Documents] = []
         replica = self.backend.dp_rank if own else 0
 
         def prepare() -> _Share:
@@ -699,7 +688,7 @@ class Session:
         num_batches = max(share.num_batches for share in found)
         return _Call(documents, rows, ends, sum(tokens), num_batches)
 
-    def _rows(self, documents: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    def _rows(self, documents: Documents) -> list[Documents]:
         """Assign documents to rows: one each, or with sequence_packing and cutoff_len best fit up
         to cutoff_len tokens. ValueError if one does not fit."""
         if not self.args.sequence_packing or self.cutoff_len is None:
@@ -707,7 +696,7 @@ class Session:
         lengths = np.array([len(one["labels"]) for one in documents])
         return [[documents[i] for i in pack] for pack in best_fit(lengths, self.cutoff_len)]
 
-    def _plan(self, rows: list[list[dict[str, Any]]], own: bool) -> BatchPlan:
+    def _plan(self, rows: list[Documents], own: bool) -> BatchPlan:
         """A BatchPlan of one step with all rows, rows of similar length together. own: the rows are
         this replica's alone; False: data-parallel ranks share them."""
         size = self.args.per_device_train_batch_size
@@ -723,7 +712,7 @@ class Session:
             costs=np.array([sum(len(one["labels"]) for one in row) for row in rows], np.float64),
         )
 
-    def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[Batch]:
+    def _batches(self, rows: list[Documents], own: bool) -> list[Batch]:
         """The collated micro-batches that this rank computes. rows: the documents of each row. own:
         the rows are this replica's alone."""
         collate = Collator(self.backend.pad_token_id)

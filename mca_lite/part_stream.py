@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from .data import describe_files, show_samples
-from .data_batches import BatchPlan, Turns
+from .data_batches import BatchPlan, Documents, Turns
 from .data_encode import (
     BEGINNING,
     Arrays,
@@ -133,9 +133,7 @@ class TokenStream:
             order = f"shuffled in blocks of {self.block_records:,} records"
         return f"streamed, {order}; every rank reads and tokenises all of it"
 
-    def rows(
-        self, position: Position | None = None
-    ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+    def rows(self, position: Position | None = None) -> Iterator[tuple[Documents, Position]]:
         """Yield (documents of a row, position after it) endlessly, from `position` on (None: from
         the start). A document is {"input_ids", "labels"} with its columns, and "media" for
         with_inputs() if it has any. ValueError for records that cannot be used (_tokenize), or if a
@@ -148,7 +146,7 @@ class TokenStream:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
 
-    def with_inputs(self, row: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_inputs(self, row: Documents) -> Documents:
         """Replace "media" (images and other inputs than text) in a row's documents by the columns
         that the model needs, such as pixels, in place -> the row."""
         for document in row:
@@ -261,19 +259,17 @@ class TokenStream:
         return samples
 
 
-def _one_each(samples: Iterator[Any]) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+def _one_each(samples: Iterator[Any]) -> Iterator[tuple[Documents, Position]]:
     """Yield (the sample's documents, position after it): each sample is a row."""
     for position, documents in samples:
         after = dataclasses.replace(position, sample=position.sample + 1)
         yield [shifted(*document) for document in documents], after
 
 
-def _packed(
-    samples: Iterator[Any], capacity: int
-) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+def _packed(samples: Iterator[Any], capacity: int) -> Iterator[tuple[Documents, Position]]:
     """Yield (documents, position after them) for rows that hold as many whole samples, in order, as
     fit into `capacity` tokens, and at least one."""
-    row: list[dict[str, Any]] = []
+    row: Documents = []
     used = 0
     for position, documents in samples:
         more = [shifted(*document) for document in documents]
@@ -288,7 +284,7 @@ def _packed(
 
 def _joined(
     samples: Iterator[Any], length: int, token: int
-) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+) -> Iterator[tuple[Documents, Position]]:
     """Yield ([one document], position after it) for rows of `length` inputs, cut from documents
     joined end to end; the last label of a row is the first input of the next row. token: index of
     the first document's token to begin with."""

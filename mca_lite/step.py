@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import ckpt, parallel, watchdog
-from .backend import mean_of
+from .backend import Metrics, mean_of
 from .batch import Batch, pack, packed_row, pad, split
 from .files import IGNORE_INDEX, replacing
 from .loss_tokens import Logits
@@ -139,7 +139,7 @@ def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any
 
 def compute_gradients(
     backend: Any, objective: Any, forward_step: Callable[..., Any], micro_batches: list[Batch]
-) -> list[dict[str, Any]]:
+) -> Metrics:
     """Run forward and backward passes over a step's arranged micro-batches -> metrics per
     micro-batch, [] on pipeline stages before the last. Gradients stay in the backend. objective:
     the trainer, or another object with its loss hooks. Collective."""

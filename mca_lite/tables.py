@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .args_values import ArgumentGroup
 from .errors import Judge, Rule
@@ -362,6 +362,9 @@ SESSION_LOSSES: dict[str, Any] = {
 # -- optimizers
 
 
+ParamGroups: TypeAlias = list[dict[str, Any]]  # dicts with "params", as torch takes them
+
+
 class Optimizer(NamedTuple):
     """An optimizer that `optim: <name>` selects: one row of OPTIMIZERS.
 
@@ -378,14 +381,14 @@ class Optimizer(NamedTuple):
     get an attribute `matrices` (optim.Matrices).
     """
 
-    make: Callable[[list[dict[str, Any]], Any], Any] | str
+    make: Callable[[ParamGroups, Any], Any] | str
     states: tuple[str, ...]
     counts_steps: bool = False
     megatron: str | None = None
-    halves: Callable[[list[dict[str, Any]], Any], Any] | None = None
+    halves: Callable[[ParamGroups, Any], Any] | None = None
     of_matrices: tuple[str, ...] = ()
 
-    def new(self, groups: list[dict[str, Any]], args: Any) -> Any:
+    def new(self, groups: ParamGroups, args: Any) -> Any:
         """Build the torch optimizer for parameter groups, dicts with "params". args:
         TrainingArguments."""
         return function_of(self.make)(groups, args)
@@ -404,7 +407,7 @@ OPTIMIZER_ALIASES: dict[str, str] = {}  # another name, in lower case -> row of 
 
 def register_optimizer(
     name: str,
-    make: Callable[[list[dict[str, Any]], Any], Any],
+    make: Callable[[ParamGroups, Any], Any],
     *,
     aliases: tuple[str, ...] = (),
     **fields: Any,
@@ -427,7 +430,7 @@ def register_optimizer(
     OPTIMIZER_ALIASES.update(dict.fromkeys(lowered, name))
 
 
-def _adam(groups: list[dict[str, Any]], args: Any) -> Any:
+def _adam(groups: ParamGroups, args: Any) -> Any:
     import torch
 
     if {"bf16", "8bit"} & {args.exp_avg_dtype, args.exp_avg_sq_dtype}:
@@ -436,7 +439,7 @@ def _adam(groups: list[dict[str, Any]], args: Any) -> Any:
     return torch.optim.AdamW(groups, **numbers_of_adam(args), fused=True)
 
 
-def _adam_of_halves(groups: list[dict[str, Any]], args: Any) -> Any:
+def _adam_of_halves(groups: ParamGroups, args: Any) -> Any:
     from .kernels import AdamW
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -452,7 +455,7 @@ def numbers_of_adam(args: Any) -> dict[str, Any]:
     return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
-def _sgd(groups: list[dict[str, Any]], args: Any) -> Any:
+def _sgd(groups: ParamGroups, args: Any) -> Any:
     import torch
 
     # weight decay is added to the gradient, as in torch and transformers
