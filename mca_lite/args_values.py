@@ -195,6 +195,11 @@ _CASTS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def as_list(value: Any) -> list[Any]:
+    """A list as it is, any other value as the only item of one."""
+    return value if isinstance(value, list) else [value]
+
+
 def show_count(count: int, word: str) -> str:
     """A count with its noun, such as "1 step" or "3 steps"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"

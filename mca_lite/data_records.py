@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from .args_values import as_list
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json, read_records, resolve
 from .errors import Keys, expect
 from .inputs import BLOCKS, MARK, TEXT, Media
@@ -211,8 +212,7 @@ def _read_blocks(blocks: list[Any], where: str) -> Message:
             case {"type": "reasoning", "value": str(text)}:
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case {"type": "tool_call", "value": str(text)}:
-                calls = parse_json(text, f"{where}: a tool call")
-                calls = calls if isinstance(calls, list) else [calls]
+                calls = as_list(parse_json(text, f"{where}: a tool call"))
                 message["tool_calls"] = message.get("tool_calls", []) + calls
             case {"type": kind} if kind in BLOCKS:
                 message["content"] += MARK

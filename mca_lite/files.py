@@ -127,6 +127,11 @@ def read_json(path: PathLike) -> dict[str, Any]:
     return record
 
 
+def json_if_there(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file. ValueError as by read_json()."""
+    return read_json(path) if path.is_file() else {}
+
+
 @contextlib.contextmanager
 def replacing(folder: PathLike) -> Iterator[Path]:
     """Context with a temporary folder. If it ends without an error, the files written there move
@@ -401,8 +406,7 @@ def read_model_config(
 def read_mca_config(folder: Path) -> dict[str, Any]:
     """The content of this package's mca_config.json in a folder; {} if there is none, or if it is
     mcore_adapter's, which has no model_class."""
-    path = folder / MCA_CONFIG_NAME
-    values = read_json(path) if path.is_file() else {}
+    values = json_if_there(folder / MCA_CONFIG_NAME)
     return values if "model_class" in values else {}
 
 

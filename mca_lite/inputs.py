@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .args_values import as_list
 from .batch import Batch
 from .errors import Keys, expect
 from .families import FAMILIES, InputTensors
@@ -77,7 +78,7 @@ class Media:
         alone = record.get("image")
         if not found and isinstance(alone, self.kinds):
             found = [alone]
-        return found if isinstance(found, list) else [found]
+        return as_list(found)
 
     def values_of(self, record: dict[str, Any], columns: dict[str, Any], where: str) -> list[Any]:
         """The inputs' values in a record's columns, as of_columns() returns them. ValueError,

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from .args_values import as_list
 from .errors import expect
-from .files import describe_error, read_json
+from .files import describe_error, json_if_there
 from .inputs import Media
 from .part_pictures_data import (
     COLUMNS_OF,
@@ -250,8 +251,7 @@ class VideoVision(Vision):
         videos = record.get(columns.get("videos", "videos")) or []
         if not videos and record.get("video"):
             videos = [record["video"]]
-        videos = videos if isinstance(videos, list) else [videos]
-        return [*super().of_columns(record, columns), *map(OfColumn, videos)]
+        return [*super().of_columns(record, columns), *map(OfColumn, as_list(videos))]
 
     def by_kind(self, of_columns: list[Any]) -> dict[str, list[Any]]:
         videos = [one.value for one in of_columns if isinstance(one, OfColumn)]
@@ -324,7 +324,7 @@ class VideoVision(Vision):
         own = self._settings()
         for name in _SETTINGS:
             path = self.folder / name
-            values = read_json(path) if path.is_file() else {}
+            values = json_if_there(path)
             values = values.get("video_processor", values)
             differ = [key for key in _SHARED if values.get(key, own.get(key)) != own.get(key)]
             expect(

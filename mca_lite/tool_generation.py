@@ -41,8 +41,8 @@ from .files import (
     HF_GENERATION_CONFIG_NAME,
     IGNORE_INDEX,
     RUN_CONFIG_NAME,
+    json_if_there,
     printable,
-    read_json,
     resolve_folder,
 )
 from .model import load_torch_model
@@ -145,8 +145,7 @@ def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str,
     """(name, folder) of the model from which the run or adapter in `folder` was trained. base: its
     name if the user gave one. ConfigError if the model is unknown or cannot be found. keys: the
     run's keys about the model that it started from."""
-    path = folder / ADAPTER_CONFIG_NAME
-    of_adapter = read_json(path) if path.is_file() else {}
+    of_adapter = json_if_there(folder / ADAPTER_CONFIG_NAME)
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
     if not name:
         refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
@@ -193,7 +192,7 @@ def check_generation_config(folder: Path) -> None:
     neither a number, a boolean nor, for eos_token_id, a list of them, or if max_new_tokens is below
     1."""
     path = folder / HF_GENERATION_CONFIG_NAME
-    values = read_json(path) if path.is_file() else {}
+    values = json_if_there(path)
     for key in _NUMBERS:
         value = values.get(key)
         if value is None:
@@ -439,8 +438,7 @@ def stream(
     stop = stop_ids(model, tokenizer)
     streamer = _Streamer(tokenizer, stop)
     try:
-        seen = [pictures] if pictures else []
-        continuations(model, [prompt], stop, decoding, streamer=streamer, pictures=seen)
+        continuations(model, [prompt], stop, decoding, 1, streamer, [pictures or {}])
     except KeyboardInterrupt:
         streamer.end()
     return streamer.text

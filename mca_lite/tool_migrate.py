@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from .args import key_fields, key_groups
-from .args_values import check_keys, loads_yaml, read_config_file
+from .args_values import as_list, check_keys, loads_yaml, read_config_file
 from .cli import finish, parser_of
 from .errors import UserError
 from .tables import ALIASES, foreign_key
@@ -316,7 +316,7 @@ def _datasets(value: Any, key: str = "dataset", *stages: str) -> tuple[dict[str,
     mappings with a path. key: the key to set. stages: the stage to set too, if one is given."""
     keys: dict[str, Any] = {key: [], **dict(zip(["stage"], stages, strict=False))}
     notes = []
-    for entry in value if isinstance(value, list) else [value]:
+    for entry in as_list(value):
         if not isinstance(entry, dict):
             name, _, count = str(entry).partition("#")
             keys[key].append(name)
@@ -324,7 +324,7 @@ def _datasets(value: Any, key: str = "dataset", *stages: str) -> tuple[dict[str,
                 notes.append(f"max_samples: {count}, of each set, for {name} alone there")
             continue
         files = entry.get("data_files") or entry.get("path")
-        keys[key] += files if isinstance(files, list) else [files]
+        keys[key] += as_list(files)
         for name in entry.keys() - {"path", "data_files", "ds_type"}:
             if (name, entry[name]) != ("split", "train"):
                 notes.append("the records show the type" if name == "type" else _ENTRY + name)
