@@ -15,7 +15,8 @@ varlen kernel (bench_varlen.py). Adapters are float32 in all of them. DPO's riva
 over transformers' models (bench_pairs.py), and the reference's forward pass counts as work. TINY=1
 in the environment runs the same at a size for a CPU, without Liger there; PROFILE=1 prints where
 the GPU's time goes in a step of this project's, WAITS=1 each line of it in which the host waits,
-MEMORY=1 which lines of code hold the memory at the last step's peak.
+MEMORY=1 which lines of code hold the memory at the last step's peak. SECONDS=N ends all after N
+seconds, the case in progress too, and names what it did not run.
 """
 
 import contextlib
@@ -719,13 +720,18 @@ def write(line: dict) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def in_a_child(case: str, trainer: str, label: str) -> None:
+def in_a_child(case: str, trainer: str, label: str, seconds: float | None = None) -> None:
     """Each case gets a process, and with it a fresh GPU memory: a fork, to which the imports are
-    made, unless one of them has started CUDA, which no fork lives through."""
+    made, unless one of them has started CUDA, which no fork lives through. It is killed after
+    `seconds`; None: never."""
     method = "spawn" if torch.cuda.is_initialized() else "fork"
     child = multiprocessing.get_context(method).Process(target=_child, args=(case, trainer, label))
     child.start()
-    child.join()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        write(dict(case=case, trainer=label or trainer, failed=f"killed after {seconds:.0f} s"))
 
 
 def _child(case: str, trainer: str, label: str) -> None:
@@ -758,14 +764,21 @@ def main(names: list[str]) -> int:
 
     import mca_lite.trainer  # noqa: F401
 
-    cases = [name for name in CASES if name in names]
+    cases = [name for name in names if name in CASES]
     if not cases:
         cases = [name for name in CASES if name not in TE_CASES or _te_is_installed()]
     asked = [name for name in TRAINERS if name in names] or TRAINERS
+    end = time.monotonic() + float(os.environ.get("SECONDS", "inf"))
     for case in cases:
         for trainer in trainers_of(case):
-            if trainer in asked:
-                in_a_child(case, trainer, label if trainer == "ours" else "")
+            if trainer not in asked:
+                continue
+            left = end - time.monotonic()
+            if left < 1:
+                print(f"no time left for {case}, {trainer}")
+                continue
+            seconds = None if math.isinf(left) else left
+            in_a_child(case, trainer, label if trainer == "ours" else "", seconds)
     return 0
 
 
