@@ -32,7 +32,7 @@ class Way(NamedTuple):
 
     @classmethod
     def of(cls, linear: torch.nn.Module) -> "Way":
-        """Read these settings from a megatron linear. The group is None if there is one rank, or if
+        """Read these settings from a megatron linear. The group is None if it has one rank, or if
         the caller does the communication itself."""
         accumulates = linear.gradient_accumulation_fusion
         # shared experts that overlap with the token dispatch do this communication themselves

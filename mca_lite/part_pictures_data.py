@@ -100,8 +100,9 @@ class Placed(NamedTuple):
 
 
 def read_picture(value: Any, folder: Path, where: str, home: str | Path | None = None) -> Picture:
-    """The Picture for a value in a record: a path (relative to `folder`), bytes, a data: URL, or a
-    dict with one of them (keys path, url and bytes) or with base64 text (key base64).
+    """The Picture for a value in a record: a path (relative to `folder`) or file:// URL, bytes, a
+    data: URL, or a dict with one of them (keys path, url and bytes) or with base64 text (key
+    base64).
 
     home: only files in this folder are allowed, as files.lies_in decides; None: any file. Raises
     ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
@@ -259,7 +260,7 @@ def thumbnail(image: Any) -> str:
 @dataclass(kw_only=True)
 class Vision(Media):
     """Reads the images of records, their sizes and pixels, and places them among the tokens, for
-    one model. Picklable. Media describes the methods that it has too.
+    one model. Picklable. Methods without a docstring are described in Media.
 
     folder: the model's, with its image processor's settings.
     block: the text that stands for an image in a conversation; contains its placeholder once.
