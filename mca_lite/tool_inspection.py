@@ -116,8 +116,8 @@ class DataInspector:
         self.media.is_read = False  # only the shown samples' pictures are read
 
     def records(self) -> dict[str, int]:
-        """{"read": count, then each defect: count} of the records that were read from the files of
-        all datasets."""
+        """{"read": number of records read from the files of all datasets, then each defect: number
+        of records, or of samples made from them, that have it}."""
         tallies = {}
         for dataset in self.sets.values():
             tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
@@ -166,8 +166,9 @@ class DataInspector:
         return np.concatenate([np.diff(of_shard, prepend=0) for of_shard in ends])
 
     def _scan(self, dataset: TokenDataset, part: Part, trained_on: set[int]) -> set[int]:
-        """Find problems in each sample of a dataset, and set part.problems and part.pictures, in
-        place -> hashes of the samples. trained_on: hashes of the training data's samples."""
+        """Find problems in each sample (or joined text) of a dataset, and set part.problems and
+        part.pictures, in place -> hashes of the samples. trained_on: hashes of the training data's
+        samples."""
         part.problems = {name: [] for name in PROBLEMS}
         hashes: set[int] = set()
         num_tokens: collections.Counter[str] = collections.Counter()
@@ -316,8 +317,8 @@ def check(arguments: RunArguments) -> None:
 
 
 def _link_cache(cache: Path, folder: Path) -> None:
-    """Put symbolic links to the token cache's finished files into `folder`, so that a dry run can
-    read them and writes nothing into the cache."""
+    """Put symbolic links to the cache's finished token shards and file hashes into `folder`, so
+    that a dry run can read them and writes nothing into the cache."""
     for kind in ("tokens", "hashes"):
         (folder / kind).mkdir()
         for path in (cache / kind).glob("*"):
@@ -435,7 +436,8 @@ def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
     sizes = range(plan.arguments.training.data_parallel_size)
     trainers = [_planned_trainer(plan, dp_rank) for dp_rank in sizes]
     shapes = [_first_batches_of(trainer) for trainer in trainers]
-    for trainer in trainers:  # some layouts agree on one length for all ranks
+    is_common = getattr(plan.model.config, "moe_token_dispatcher_type", None) == "allgather"
+    for trainer in trainers * is_common:  # all ranks agree on one length
         trainer.backend.at_least = max(length for of_rank in shapes for _, length in of_rank)
     return [_first_batches_of(trainer) for trainer in trainers]
 

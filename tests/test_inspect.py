@@ -305,6 +305,19 @@ def checked(out: str) -> list[dict]:
     return ranks
 
 
+def test_pipelines_pad_each_data_parallel_rank_to_its_own_longest_row(tmp_path):
+    records = [conversation("q", "a"), conversation("q" * 30, "a")]
+    words = model_words(tmp_path) + "stage=sft per_device_train_batch_size=1 --check --gpus 4 "
+    words += f"dataset={write_records(tmp_path / 'a.jsonl', *records)} disable_shuffling=true "
+    code, out = inspect(words + "pipeline_model_parallel_size=2 global_batch_size=2")
+    assert code == 0, out
+    first, second = (
+        {tuple(rank["read"][0]) for rank in checked(out) if rank["places"]["data"] == i}
+        for i in range(2)
+    )
+    assert len(first) == len(second) == 1 and first.pop()[1] + 29 == second.pop()[1]
+
+
 def test_a_rank_has_megatrons_places_in_every_grid(tmp_path):
     from megatron.core.parallel_state import RankGenerator
 
