@@ -104,7 +104,8 @@ class _Style:
 
 class Rendered(NamedTuple):
     """A document as text. spans: [start, end) in characters, the text to train, not read for stage
-    pt; one that begins at -1, or ends after the text, includes tokens without text there. is_plain:
+    pt; a span may end after the text, and one that begins at -1 includes tokens that stand for no
+    text, such as a bos that the tokenizer adds. is_plain:
     True if no template wrote the text, so that the tokenizer must add special tokens. media: inputs
     other than text, in order. lacks_thinking: True if the template drops an answer's thinking even
     while it is the last message; strips_thinking: True if it drops thinking of earlier turns and
@@ -402,9 +403,9 @@ class ChatRenderer:
         it -> (end, first) per sample: messages[:end], with answers from index `first` on trained.
 
         Some templates strip thinking from earlier turns. The last sample is the whole conversation.
-        If the template strips some thinking from a sample, there is one more sample before it,
-        which ends with the last answer up to which the template still writes that thinking. marked:
-        the messages from _mark_thinking."""
+        If a sample lacks thinking that the template writes when the conversation ends at an earlier
+        answer, there is one more sample before it, which ends at the last such answer. marked: the
+        messages from _mark_thinking."""
 
         @functools.cache
         def shown(end: int) -> set[str]:

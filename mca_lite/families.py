@@ -76,7 +76,7 @@ def _without_rope(is_without: Iterable[bool]) -> dict[str, list[int]]:
 
 def _exaone4(hf: Any) -> dict[str, Any]:
     """Config fields for EXAONE 4: layers without a sliding window have no rotary embedding. If
-    sliding_window is null, every layer has one."""
+    sliding_window is null, every layer has a rotary embedding."""
     if hf.sliding_window is None:
         return {}
     return _without_rope(name == "full_attention" for name in hf.layer_types)
@@ -162,8 +162,8 @@ def _glm4_moe(hf: Any) -> dict[str, Any]:
 
 
 def _latent_fields(hf: Any) -> dict[str, Any]:
-    """Config fields for multi-latent attention. With yarn's mscale_all_dim these include the scale
-    of the attention scores, because that key changes the scale."""
+    """Config fields for multi-latent attention. They include the scale of the attention scores if
+    yarn's mscale_all_dim, with a factor above 1, changes it."""
     rope = hf.rope_parameters
     fields = {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
     factor = rope.get("factor") or 1.0
@@ -175,9 +175,9 @@ def _latent_fields(hf: Any) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: Any) -> dict[str, Any]:
-    """Config fields for gpt-oss: experts in each layer, and biases in attention. The router's
-    weights are a softmax over all experts, normalised over the chosen experts, which equals
-    gpt-oss's softmax over the chosen experts."""
+    """Config fields for gpt-oss: experts in each layer, and with attention_bias biases in
+    attention. The router's weights are a softmax over all experts, normalised over the chosen
+    experts, which equals gpt-oss's softmax over the chosen experts."""
     return {
         **_experts_everywhere(hf),
         "add_qkv_bias": hf.attention_bias,

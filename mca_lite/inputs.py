@@ -44,8 +44,8 @@ class Media:
     block: the text that stands for an image in a conversation. token_ids: the placeholder tokens.
     kinds: types that a value in the column `image` may have. is_read: False on a rank that does not
     need the contents, such as pixels. options: facts that determine the tokens, for the cache's
-    key. unread: record columns with inputs that this model cannot take; unread_marks: marks for
-    such inputs in a text."""
+    key. unread: record columns of inputs that values_of() refuses; unread_marks: marks in a text
+    for which check_mark() is called."""
 
     block = ""
     token_ids: tuple[int, ...] = ()
@@ -59,8 +59,8 @@ class Media:
         return {}
 
     def folders(self, files: Iterable[str]) -> dict[str, Any]:
-        """Paths from which relative image paths in records are resolved, for the token cache's key.
-        files: the dataset's files. Base class: {}."""
+        """{name: paths}: the folder, and the dataset's files, to which relative image paths in
+        records refer, for the token cache's key. files: the dataset's files. Base class: {}."""
         return {}
 
     def check_mark(self, mark: str, where: str) -> None:
@@ -140,8 +140,8 @@ class Media:
         return ()
 
     def expand(self, document: np.ndarray, inputs: Sequence[Any]) -> np.ndarray:
-        """The document's tokens with each input's placeholder repeated, one token per feature of
-        the input. Base class: the document unchanged."""
+        """The document's tokens with the inputs' placeholders repeated, so that there is one token
+        per feature of an input. Base class: the document unchanged."""
         return document
 
     def fit(
@@ -249,8 +249,9 @@ class Inputs:
         )
 
     def arrange(self, batch: Batch) -> Batch:
-        """The columns of an arranged batch (from batch.pack or split) that this rank needs. Raises
-        ValueError for inputs that the model does not take: in this base class, any input."""
+        """An arranged batch (from batch.pack or split) with the columns of inputs that this rank
+        needs. Raises ValueError for inputs that the model does not take. Base class: the batch
+        unchanged, ValueError for any input."""
         columns = [name for name in batch if is_of_inputs(name)]
         expect(
             not columns,

@@ -96,8 +96,9 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def works(why_not: Callable[[], str | None], warning: str) -> bool:
-    """True if why_not() returns None, so that a compiler works; otherwise False, and the text
-    `warning` is given as a warning, with the reason in it. Cached: each compiler is tried once."""
+    """True if why_not() returns None, so that a compiler, or a package with kernels, works;
+    otherwise False, and the text `warning` is given as a warning, with the reason in it. Cached:
+    why_not() is called once, and there is one warning."""
     reason = why_not()
     if reason is not None:
         warnings.warn(warning.format(reason), stacklevel=2)
@@ -105,8 +106,8 @@ def works(why_not: Callable[[], str | None], warning: str) -> bool:
 
 
 def compiles(tensor: torch.Tensor) -> bool:
-    """True if operations on this tensor run as Triton kernels: it is on a GPU, torch_compile is not
-    false, and Triton works here."""
+    """True if operations on this tensor may run as this package's Triton kernels: it is on a GPU,
+    torch_compile is not false, and Triton works here."""
     is_on_gpu = tensor.is_cuda and _torch_compile is not False
     return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
 
@@ -120,8 +121,8 @@ def _compile_both_passes(graph: Any, inputs: Any) -> Any:
 
 def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
     """Decorate a function of tensors and constants to run under torch.compile if its first argument
-    is on a GPU and compilation is on and works. If this function fails to compile, it runs
-    uncompiled from then on, with a warning. dynamic: torch.compile's."""
+    is on a GPU, compilation is on, and both Triton kernels and torch.compile work. If this function
+    fails to compile, it runs uncompiled from then on, with a warning. dynamic: torch.compile's."""
     fast = None
 
     @functools.wraps(function)
@@ -266,8 +267,8 @@ def rotated_heads(
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up -> [..., f], the activation of megatron's MLPs. both: [..., 2 f], gate before
-    up."""
+    """silu(gate) * up -> [..., f], the activation of MLPs with a gate and silu. both: [..., 2 f],
+    gate before up."""
     if compiles(both):
         return fused().SwiGLU.apply(both)
     gate, up = both.chunk(2, -1)

@@ -111,9 +111,9 @@ def rope_frequencies(
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [t, 1, 1, rotary_dim] for the positions in a RowLayout: computed in float32,
-    returned in `dtype`. The last two results are cached, one for each of two kinds of layers, so
-    that layers share them and the tables of earlier rows are freed."""
+    """(cos, sin) [s, 1, 1, rotary_dim] for this rank's s positions in a RowLayout: computed in
+    float32, returned in `dtype`. The last two results are cached, because layers are of at most two
+    kinds: layers of a kind share a table, and the tables of earlier rows are freed."""
     frequencies = rope.long if layout.longest > rope.limit else rope.inv_freq
     inv_freq = parallel.to_device(torch.tensor(frequencies), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
@@ -132,8 +132,9 @@ def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.T
 
 class _GatherKeys(torch.autograd.Function):
     """Gather keys and values [t / cp, b, g, d] from all context-parallel ranks to [t, b, g, d], in
-    one collective. Backward sums the gradients over ranks and returns this rank's part. order:
-    int64 [t], sorts the gathered tokens by their place in the row (RowLayout).
+    one collective; values may have another d. Backward sums the gradients over ranks and returns
+    this rank's part. order: int64 [t], sorts the gathered tokens by their place in the row
+    (RowLayout).
 
     Collective over `group` in both passes.
     """
@@ -271,9 +272,10 @@ class SelfAttention(Attention):
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """This rank's (query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None).
-        Query and key are rotated, and normed if the model does so; with query_scaling_beta the
-        query is also scaled. The sigmoid of the gate multiplies attention's output. rope_tables:
-        (cos, sin) to use instead of the tables for the row's positions."""
+        Query and key are rotated (by 0 in layers_without_rope), and normed if the model does so;
+        with query_scaling_beta the query is also scaled. The sigmoid of the gate multiplies
+        attention's output. rope_tables: (cos, sin) to use instead of the tables for the row's
+        positions."""
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
         )
@@ -292,8 +294,8 @@ class SelfAttention(Attention):
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[Any, ...]:
         """(query, key, value, gate or None, RowLayout), with rotary embedding applied to query and
-        key, and before it their norms over heads, if the model has them and not qk_norm_after_rope:
-        then query_key_value() applies them."""
+        key, and before it their norms, if the model has them. With qk_norm_after_rope they are not
+        normed here: query_key_value() does it."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -343,8 +345,8 @@ class SelfAttention(Attention):
 
 
 class AttentionOfTwoSizes(Attention):
-    """Gemma 4's attention: values are normed, and full and sliding layers differ in head size and
-    number of query groups.
+    """Gemma 4's attention: values are normed, and full and sliding layers have different head
+    sizes, and may have different numbers of query groups.
 
     Inputs and outputs have SelfAttention's shapes. In full layers the keys, before norm and
     rotation, also serve as values, so linear_qk has no rows for values. The norm over values has no
@@ -574,8 +576,8 @@ class CoreAttention(Sharded, RowModule):
         self, layout: RowLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> bool:
         """True if SegmentAttention (cuDNN) can compute the layout's segments: there is context
-        parallelism, no document is longer than the sliding window, there is no cap on scores and no
-        sink, and cuDNN takes these dtypes and head sizes."""
+        parallelism, no document is longer than the sliding window, if there is one, there is no cap
+        on scores and no sink, and part_cudnn.suits_cudnn() accepts the tensors."""
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
         heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -583,7 +585,7 @@ class CoreAttention(Sharded, RowModule):
 
     def _suits_rows(self, layout: RowLayout) -> bool:
         """True if the packed documents can be computed as rows of a batch: all have one length,
-        none is longer than the sliding window, and there are no sinks and no context parallelism.
+        none is longer than a sliding window, and there are no sinks and no context parallelism.
         cuDNN's kernel for batches is faster than the varlen kernel."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and is_wide and self.sinks is None
@@ -675,8 +677,8 @@ class CoreAttention(Sharded, RowModule):
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout
     ) -> torch.Tensor:
-        """Attention of all documents of a row, packed or not, in one call of a CUDA kernel, without
-        a host sync -> [t, 1, n * d]."""
+        """Attention of this rank's queries in all documents of a row, packed or not, in one call of
+        a CUDA kernel, without a host sync -> [s, 1, n * d]."""
         kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q = query[:, 0]

@@ -110,8 +110,8 @@ def why_no_frontend() -> str | None:
 
 def suits_frontend(q: torch.Tensor) -> bool:
     """True if packed_by_cudnn() should compute queries q [t, n, d]: q has at least _FRONTEND_FROM
-    elements on a GPU, has_frontend() is true of it, and the frontend can be imported (a warning if
-    not). False for float32 and with deterministic algorithms."""
+    elements on a GPU, has_frontend() is true of that GPU, and the frontend can be imported (a
+    warning if not). False for float32 and with deterministic algorithms."""
     if not q.is_cuda or q.numel() < _FRONTEND_FROM or q.dtype == torch.float32:
         return False
     if torch.are_deterministic_algorithms_enabled() or not has_frontend(q.device):

@@ -460,11 +460,11 @@ class GatedDeltaNet(RowModule):
 
     @staticmethod
     def costs(config: TransformerConfig, facts: Any) -> float:
-        """Estimated bytes per token on this rank that a gated delta net layer saves for the
-        backward pass, without the norm before it. Without the kernels of flash-linear-attention,
-        torch operations save float32 tensors instead, among them matrices and one state for each
-        chunk of tokens. facts: what one tensor costs, as part_long_costs computes it (bytes per
-        value, whether kernels are compiled)."""
+        """Estimated bytes per token on this rank that a gated delta net, without the norm before it
+        and without the layer's MLP, saves for the backward pass. Without the kernels of
+        flash-linear-attention, torch operations save float32 tensors instead, among them matrices
+        and one state for each chunk of tokens. facts: what one tensor costs, as part_long_costs
+        computes it (bytes per value, whether kernels are compiled)."""
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
         k = config.linear_key_head_dim

@@ -677,9 +677,10 @@ class DPOTrainer(ScoredTrainer):
         return {"reference": hash_of(facts)}
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples unchanged, with a reference that is not cached, or if they have its
-        log-probabilities. Otherwise the samples with these, computed now if they are not stored:
-        collective; ValueError if the model has been trained already.
+        """The samples unchanged if the reference is not cached (or there is none), or if they have
+        its log-probabilities. Otherwise the samples with these, computed now as far as they are not
+        stored: collective; ValueError if the model has been trained already, CheckpointError if
+        stored rows are of another model or cannot be written.
         """
         if self.reference != "cached" or isinstance(samples, WithReference):
             return samples

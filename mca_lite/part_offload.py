@@ -51,8 +51,8 @@ class OffloadedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """{parameter: its states}; for offloaded parameters these are CPU tensors, but states that
-        a checkpoint loaded onto the device only after settle()."""
+        """{parameter: its states}. Those of offloaded parameters are CPU tensors; if a checkpoint
+        was loaded onto the device, only after settle()."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:

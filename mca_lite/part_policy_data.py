@@ -132,8 +132,8 @@ class RolloutEncoder(Encoder):
 
     def _ids(self, record: dict[str, Any], where: str) -> tuple[np.ndarray, int | None]:
         """(token ids of prompt and answer, index of the answer's first token; None if the record
-        does not tell where the answer begins). ValueError for ids outside the vocabulary, or
-        lengths that disagree.
+        does not tell where the answer begins). ValueError for ids outside the vocabulary, for less
+        than two ids, for lengths that disagree, or if ids are missing or no list.
         """
         start = None
         ids = get_column(record, "ids", where, list, required="response_ids" not in record)

@@ -94,9 +94,9 @@ class RewardTrainer(DPOTrainer):
     # -- the loss
 
     def _arrange(self, batch: Batch) -> Batch:
-        """Arrange a batch for the model, and label one token per document, at which the value head
-        is read: the last one that is not the pad token, as transformers chooses it. ValueError for
-        a document of pad tokens only.
+        """Arrange a batch for the model, and label one token per answer, at which the value head is
+        read: the last one that is not the pad token, as transformers chooses it. ValueError for an
+        answer of pad tokens only.
         """
         batch = super()._arrange(batch)
         ids = batch["input_ids"]
@@ -125,8 +125,8 @@ class RewardTrainer(DPOTrainer):
 
     def _post_compute_loss(self, labels: torch.Tensor, batch: Batch, *more: Any) -> tuple[Any, ...]:
         """Turn the value head's outputs [b, s], the last of `more`, into (sum of the pairs' losses,
-        number of pairs int32, {metric: (sum, pairs)}). Collective over the context-parallel group,
-        whose ranks other than the first return counts and metrics of 0."""
+        number of pairs int32, {metric: float32 [sum, pairs]}). Collective over the context-parallel
+        group, whose ranks other than the first return counts and metrics of 0."""
         chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
         margin = batch.get("pair_margin", 0.0)
         centre = self.train_config.center_rewards_coefficient * (chosen + rejected).square()

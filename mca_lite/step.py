@@ -245,7 +245,7 @@ def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbe
 
 
 def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> None:
-    """Write the trained model and the tokenizer to a folder. Collective.
+    """Write the trained model, and the tokenizer if there is one, to a folder. Collective.
 
     With save_hf_model, the files are in Hugging Face's format, or for adapters in PEFT's format
     without the base model; otherwise they are a checkpoint of the weights.
