@@ -21,7 +21,7 @@ from .files import PathLike
 from .finetuning import finetuning_of
 from .hosts import module_of
 from .loss_tokens import LossOfLogits
-from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
+from .model_moe import BalancingLosses, RouterStatistics, address_of, count_real_micro_batches
 from .tables import COLUMNS
 from .weights_convert import Change
 from .weights_files import NamedTensors
@@ -363,12 +363,16 @@ class Backend(abc.ABC):
             scale = counts.clamp(min=1)  # finish_gradients() clamps its divisor too
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
-    def weigh_router_loss(self, count: float) -> None:
-        """Set the weight of the routers' balancing losses, from the next forward pass on, to a
-        micro-batch's loss count. finish_gradients() by default divides by the sum of these counts,
-        and then the result does not depend on how add_gradients() calls split a step."""
-        if self.statistics_of_routers is not None:
-            self.statistics_of_routers.loss_weight = float(count)
+    def weigh_router_loss(self, count: float, inputs: dict[str, Any]) -> None:
+        """Set the weight of the routers' balancing losses in the next micro-batch to its loss
+        count. finish_gradients() by default divides by the sum of these counts, and then the result
+        does not depend on how add_gradients() calls split a step. inputs: the micro-batch's, from
+        model_inputs()."""
+        statistics = self.statistics_of_routers
+        if statistics is not None:
+            statistics.loss_weight = float(count)
+            if "padding_mask" in inputs:  # on megatron-core, where recomputation may come later
+                statistics.weights[address_of(inputs["padding_mask"])] = float(count)
 
     def router_statistics(self) -> dict[str, float]:
         """Metrics of the MoE routers since the last call, over all ranks; {} if no expert was

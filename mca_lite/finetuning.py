@@ -160,8 +160,8 @@ class Finetuning:
     # -- checkpoints
 
     def sharded_state(self, chunk: Any) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor or ShardedObject} of what a distributed checkpoint
-        contains for this chunk of the model.
+        """{name: ShardedTensor or another of megatron's sharded objects} of what a distributed
+        checkpoint may contain for this chunk of the model.
         """
         return chunk.sharded_state_dict()
 

@@ -203,6 +203,8 @@ class RouterStatistics:
         self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device())
         # factor on the router losses of each micro-batch of this step
         self.loss_weight: float | torch.Tensor = 0.0
+        # in place of loss_weight, for some micro-batches: by the address of their padding mask
+        self.weights: dict[int, float] = {}
 
     def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """count_choices() of a micro-batch, float32 [b, E + 1]; the choices per expert are also
@@ -258,6 +260,12 @@ class RouterStatistics:
             out["z_loss"] = z / batches
         shares = [[round(share, 3) for share in layer] for layer in load.tolist()]
         return {**{key: float(value) for key, value in out.items()}, "expert_load": shares}
+
+
+def address_of(mask: torch.Tensor) -> int:
+    """The memory address of a padding mask, by which a router recognises a micro-batch, also when
+    recomputation and pipelines run micro-batches in another order."""
+    return mask.untyped_storage().data_ptr()
 
 
 def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
@@ -344,6 +352,9 @@ class Router(TopKRouter):
                 padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
             real = ~padding_mask
             layer = self.layer_number - 1
+            statistics = self.statistics
+            usual = statistics.loss_weight
+            statistics.loss_weight = statistics.weights.get(address_of(padding_mask), usual)
             counts = self.statistics.count(layer, experts, real)
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += counts[:, :-1].sum(0)

@@ -16,7 +16,7 @@ import torch
 from . import parallel
 from .errors import expect
 from .mcore import mpu
-from .model_moe import Router, routers_of
+from .model_moe import Router, address_of, routers_of
 from .tables import COLUMNS, Column
 
 # row index of a token in the table of a recording
@@ -83,15 +83,15 @@ class Routes:
             size = mpu.get_tensor_model_parallel_world_size()
             rows = rows.chunk(size, 1)[mpu.get_tensor_model_parallel_rank()]
         # keep the mask, so that no other mask gets its address
-        self._rows[_address(mask)] = rows.transpose(0, 1).flatten(0, 1), mask
+        self._rows[address_of(mask)] = rows.transpose(0, 1).flatten(0, 1), mask
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Called by a router with its own choice `experts` [tokens, k]. Returns the experts to use:
         when replaying, those in the column "routes", or `experts` for tokens without routes; when
         recording, `experts`, after storing them in the table."""
-        if _address(mask) not in self._rows:  # a micro-batch without the column
+        if address_of(mask) not in self._rows:  # a micro-batch without the column
             return experts
-        rows, _ = self._rows[_address(mask)]
+        rows, _ = self._rows[address_of(mask)]
         index = self._index[router.layer_number - 1]
         if self._is_recording:
             is_real = rows >= 0
@@ -146,11 +146,6 @@ def check_routes(backend: Any, routes: torch.Tensor) -> None:
 def _layers(config: Any) -> list[int]:
     """Indices, from 0, of the model's MoE layers."""
     return [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
-
-
-def _address(mask: torch.Tensor) -> int:
-    """The memory address of a padding mask, by which a router recognises a micro-batch."""
-    return mask.untyped_storage().data_ptr()
 
 
 def _config_of(backend: Any) -> Any:

@@ -254,7 +254,8 @@ class SampleLoss:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
         if torch.is_grad_enabled() and self.ends is not None:  # a trainer weighs whole steps
-            self.backend.weigh_router_loss(self._count_of_loss(batch) * self.loss.times)
+            count = self._count_of_loss(batch) * self.loss.times
+            self.backend.weigh_router_loss(count, inputs)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
     def _post_compute_loss(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.shared import session_tools, tiny_moe, world
+from tests.shared.layouts import FULL, PP2
 from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
 
 CP2_PACKED = LAYOUTS["cp2_packed"]
@@ -261,6 +262,26 @@ def test_balancing_losses_are_weighed_alike_by_all_denominators(tmp_path):
     [found] = world.run(norms_of_balancing, 1, str(tmp_path))
     for first, *others in found.values():
         assert first > 1e-3 and others == pytest.approx(3 * [first], rel=1e-5)
+
+
+def norms_in_a_pipeline(folder: str) -> list[float]:
+    """Gradient norms without and with recomputation: a stage recomputes a micro-batch after later
+    ones, of other numbers of labels, have run forward."""
+    ids = [1, 2, 3, 4, 5, 6]
+    samples = [dict(input_ids=ids, labels=[-100] * (6 - n) + [7] * n) for n in (1, 6, 2, 5)]
+    norms = []
+    for keys in ({}, FULL):
+        keys = dict(PP2, moe_aux_loss_coeff=0.5, per_device_train_batch_size=1, **keys)
+        session = session_tools.new_session(folder, **keys)
+        session.forward_backward(samples, "cross_entropy")
+        norms.append(session.optim_step(lr=0.0).grad_norm)
+    return norms
+
+
+def test_balancing_losses_weigh_the_same_where_a_pipeline_recomputes(tmp_path):
+    tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
+    for plain, recomputed in world.run(norms_in_a_pipeline, 2, str(tmp_path)):
+        assert recomputed == pytest.approx(plain, rel=1e-5)
 
 
 def biases_after(folder: str, backend: str) -> list:
