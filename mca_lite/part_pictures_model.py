@@ -494,8 +494,10 @@ class Pictures(Inputs):
             windows = vision.depth - len(vision.fullatt_block_indexes)
         in_window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
         width = getattr(vision, "embed_dim", vision.hidden_size)
-        trained = any("vis" in name and p.requires_grad for name, p in model.named_parameters())
-        passes = 3 if trained else 1
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        # megatron's names for an audio tower begin with vision_model too
+        is_trained = any("vis" in name and "audio_tower" not in name for name in trained)
+        passes = 3 if is_trained else 1
         of_patch = 2 * weights + 4 * width * windows * in_window
         return InputWork(passes * of_patch, passes * 4 * width * (vision.depth - windows))
 

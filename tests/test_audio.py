@@ -8,6 +8,7 @@ import shutil
 import sys
 import wave
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -608,3 +609,7 @@ def test_the_work_of_the_audio_tower_is_what_torch_counts(path):
     assert work.of_frame * 600 == pytest.approx(3 * forward, rel=1e-6)
     model.model.audio_tower.requires_grad_(False)
     assert inputs_of(model.config).work(model).of_frame * 600 == pytest.approx(forward, rel=1e-6)
+    trained = [("vision_model.module.audio_tower.conv_out.weight", torch.nn.Parameter())]
+    alone = SimpleNamespace(named_parameters=lambda: trained)  # as in a model on megatron-core
+    assert inputs_of(model.config).work(alone).of_frame == work.of_frame
+    assert inputs_of(model.config).work(alone).of_unit == pytest.approx(work.of_unit / 3)
