@@ -226,15 +226,16 @@ def upright_size(image: Any) -> tuple[int, int]:
 
 
 def as_rgb(image: Any, *resize: Any) -> Any:
-    """The image upright and in RGB, transparency rendered on white. `image` itself may be turned
-    in place. resize: arguments for Pillow's resize, the new size first.
+    """The image upright, by its header, and in RGB, transparency rendered on white. `image` itself
+    may be turned in place. resize: arguments for Pillow's resize, the new size first.
 
     White is what people see, and what vLLM and qwen_vl_utils use. transformers' processors drop
     transparency and show the colour under it."""
     from PIL import Image, ImageOps
 
     # an image takes up to 360 MB: avoid copies where nothing changes
-    ImageOps.exif_transpose(image, in_place=True)
+    if Image.Image.getexif(image).get(_ORIENTATION):  # not one that a PNG has after its pixels
+        ImageOps.exif_transpose(image, in_place=True)
     if image.has_transparency_data:
         picture = image.convert("RGBA")
         image = Image.new("RGBA", image.size, "white")

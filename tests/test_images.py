@@ -9,8 +9,10 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -271,6 +273,19 @@ def test_a_rotated_picture_is_upright_and_its_size_is_that(tmp_path):
         document = pixels_of(tmp_path, name)
         assert document["image_grid_thw"].tolist() == [[1, 2, 6]]
         assert document["pixel_values"].equal(processed(tmp_path, plain))
+
+
+def test_an_orientation_after_the_pixels_does_not_distort_a_picture(tmp_path):
+    draw(tmp_path / "plain.png", 24, 8)
+    plain = (tmp_path / "plain.png").read_bytes()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    chunk = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    (tmp_path / "late.png").write_bytes(plain[:-12] + chunk + plain[-12:])  # before IEND
+    late, early = (pixels_of(tmp_path, name) for name in ("late.png", "plain.png"))
+    assert late["image_grid_thw"].tolist() == [[1, 2, 6]]
+    assert late["pixel_values"].equal(early["pixel_values"])
 
 
 def test_transparency_is_white_and_other_modes_are_what_they_show(tmp_path):
