@@ -390,7 +390,7 @@ def apply() -> list[PatchRow]:
 
 @functools.cache
 def apply_on_cuda() -> None:
-    """Apply the patches for CUDA, if CUDA is available. Only the first call does anything."""
+    """Apply the patches for CUDA, if CUDA is available. Later calls do nothing."""
     if torch.cuda.is_available():
         _put_in_force(cuda_rows())
         os.environ.setdefault(_COMPILE_THREADS, "1")  # for the compiler, if it is imported later

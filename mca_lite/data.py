@@ -35,8 +35,8 @@ _shown.maxstring = 600  # maximum characters of a sample in the report
 
 class TokenDataset(Subset):
     """A map-style dataset of tokenised samples in token-cache shards. `dataset[i]` is a list of
-    documents {"input_ids": int64 [n], "labels": int64 [n]}, which may have more columns: two for a
-    preference pair, chosen and rejected; otherwise one.
+    documents: for a preference pair chosen and rejected, otherwise one. A document is {"input_ids":
+    int64 [n], "labels": int64 [n]}, and may have more columns.
 
     shards: one per dataset, with the same number of documents per sample.
     index: int64, which samples to use, in order, counted through all shards (None: all). ends:

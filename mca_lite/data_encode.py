@@ -122,8 +122,8 @@ class Tally:
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
-        """Raise ValueError if more than a tenth of the records is bad. few_records: for fewer
-        records than this, more than a tenth of this number."""
+        """Raise ValueError if more than a tenth of the records is bad. few_records: while there are
+        fewer records than this, a tenth of this number may be bad."""
         bad = self.number(BAD)
         if bad > _MAX_BAD_SHARE * max(self.records, few_records):
             raise ValueError(
@@ -137,7 +137,8 @@ class Tally:
 
 class Reader:
     """Reads the records of one dataset's files. formats: file -> its record format, such as
-    "alpaca"; "not read" before a record shows it. media: reads the model's images."""
+    "alpaca"; "not read" before a record shows it. media: reads the model's images and other inputs
+    than text."""
 
     def __init__(
         self, spec: DatasetSpec, objective: Objective, data_args: Keys, media: Media = TEXT
@@ -155,8 +156,8 @@ class Reader:
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """Yield (record, position after it), from position `start` on. Raises ValueError if there
-        is no record or a file cannot be read; unless bad records are skipped, also for a line that
-        cannot be read, and for a bad record before one has shown the file's format."""
+        is no record there or a file is damaged; unless bad records are skipped, also for a line
+        that cannot be read, and for a bad record before one has shown the file's format."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
@@ -180,9 +181,9 @@ class Reader:
                 return
 
     def _read(self, file: str, where: str, record: Any) -> tuple[Any, dict[str, Any]]:
-        """(content, {column: value}) of a record. The content of an unusable record is its
-        ValueError, which is raised instead if the file's format is not yet known and bad records
-        are not skipped."""
+        """(content, {column: value}) of a record. For a record that cannot be read, the content is
+        its ValueError, which is raised instead if the file's format is not yet known and bad
+        records are not skipped."""
         if isinstance(record, ValueError):
             return record, {}
         try:
@@ -593,7 +594,7 @@ checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked 
 def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
     """A dataset's token-cache shard: from the cache, or tokenised now by one of the processes that
     share cache_dir (one per machine if their file system has no common locks), while the others
-    wait. Raises ValueError in every calling process for unusable input, or if a shard cannot be
+    wait. Raises ValueError in every calling process for unusable records, or if a shard cannot be
     written.
 
     A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
@@ -793,8 +794,9 @@ def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
 
 
 def damage(folder: Path) -> str | None:
-    """The damage of a token-cache shard, by its checksums or because it cannot be read; None
-    if nothing is. A process checks a good file once, and again only if its size or time changed."""
+    """Say how a token-cache shard is damaged, by its checksums or because it cannot be read; None
+    if it is intact. A process checks a good file once, and again only if its size or time changed.
+    """
     try:
         meta = json.loads((folder / META_NAME).read_text())
         for name, written in meta["checksums"].items():

@@ -245,7 +245,8 @@ def model_work(
 def partial_work(config: Any, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
     """The ModelWork of a model in which only some modules are trained. config: any that model_sizes
     knows. trained: Hugging Face names of the trained modules. reference: sizes for forward passes
-    without a backward pass, or None. Layers below the lowest trained one have no backward pass."""
+    without a backward pass, or None. Layers below the lowest trained one count without a backward
+    pass."""
     sizes = model_sizes(config)
     lowest = lowest_layer(trained, sizes.num_layers)
     linear = _fields_of(config).get("linear_layers") or ()

@@ -71,11 +71,11 @@ class Lora(Finetuning):
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Lora":
-        """Decide a run's adapters from its configuration keys. Returns a Lora that place() can put
-        on the model. Adapters that this model cannot have become Problems in `judge`. No
+        """Decide a run's adapters from its configuration keys. Returns the Lora, whose place() then
+        puts them on the model. Adapters that this model cannot have become Problems in `judge`. No
         collectives.
 
-        ConfigError or ValueError if adapter_name_or_path has no readable PEFT adapter.
+        ConfigError or ValueError if adapter_name_or_path has no intact, supported PEFT adapter.
         """
         arguments = request.arguments
         keys = arguments.parts["lora"]
@@ -133,8 +133,8 @@ class Lora(Finetuning):
 
     def notes(self, arguments: Any) -> list[str]:
         """Report lines about a run's adapters: a warning that PEFT may ignore some of them, if the
-        model's family has experts, adapters are on MLPs, and the run exports no merged model; or
-        what the merged model of a quantised base is.
+        model's row in FAMILIES has experts, adapters are on MLPs, and the run exports no merged
+        model; or what the merged model of a quantised base is.
 
         The reason: PEFT recognises stacked experts by module name alone, and so may take dense
         layers and shared experts for stacked experts.

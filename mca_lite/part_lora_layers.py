@@ -48,16 +48,17 @@ _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 
 class Piece(NamedTuple):
-    """This rank's shard of one LoRA matrix of one Hugging Face module. Where megatron fuses or
-    stacks modules, one parameter has several Pieces.
+    """This rank's shard of one LoRA matrix of one Hugging Face module. Where a module fuses
+    projections or stacks experts, one parameter may have several Pieces.
 
     key: the matrix's name in PEFT's file without its prefix, such as
-    "model.layers.3.self_attn.q_proj.lora_A.weight".
+    "model.layers.3.self_attn.q_proj.lora_A.weight"; of an expert, the name that it would have if
+    PEFT's file did not join experts (target_parameters).
     part: where `parameter` has this shard: a slice of rows, or an expert's index.
     axis: the axis along which the matrix is sharded over `group`; None: not sharded.
     real: length of the whole matrix along axis without padding; None: there is no padding.
-    is_expert: True if `group` is the expert-tensor-parallel group, and other ranks have other
-    experts. order: row permutation from PEFT's order to megatron's; None: the same order.
+    is_expert: True for an expert's matrix; `group`, if given, is then the expert-tensor-parallel
+    group. order: row permutation from PEFT's order to megatron's; None: the same order.
     """
 
     key: str
@@ -66,7 +67,6 @@ class Piece(NamedTuple):
     axis: int | None
     group: Any  # dist.ProcessGroup; None: this rank alone
     real: int | None = None
-    # True: `group` is the expert-tensor-parallel group, and other ranks have other experts
     is_expert: bool = False
     # row permutation from PEFT's to megatron's order; None: the same order
     order: torch.Tensor | None = None
@@ -86,8 +86,8 @@ class Piece(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True on exactly one of the ranks that can gather this whole matrix: the rank that exports
-        it."""
+        """True on the rank that exports this whole matrix: one rank of each pipeline stage that has
+        it. With multi-token prediction, an embedding is on two stages."""
         if self.group is None:
             return parallel.is_main()
         return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0
@@ -129,12 +129,12 @@ def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
 class Adapter(torch.nn.Module):
     """Base class of the LoRA adapters of linears, embeddings and experts.
 
-    group: the ranks over which the adapted module is sharded; None on plain torch.
-    sequence_parallel: True if megatron's sequence parallelism is on.
+    group: the tensor-parallel group, for experts the expert-tensor-parallel group; None on plain
+    torch. sequence_parallel: True if sequence parallelism splits the tokens before or after the
+    module.
 
-    Subclasses also take `names`: for each projection that megatron fuses or stacks in the module, a
-    tuple of Hugging Face modules: one, for experts one per expert on this rank, or () if the
-    projection has no adapter.
+    Subclasses also take `names`: for each projection in the module, a tuple of Hugging Face
+    modules: one; for experts one per expert on this rank; or () if the projection has no adapter.
     """
 
     in_product = False  # True if the module's matmul can include the adapter (adds_in_product)
@@ -206,7 +206,7 @@ class Adapter(torch.nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def adds_in_product(self, weight: torch.Tensor) -> bool:
-        """True if the linear's matmul can include the adapter. This needs a module that supports
+        """True if the module's matmul can include the adapter. This needs a module that supports
         it, an enabled adapter without active dropout, and a frozen weight in bf16 or fp16.
         """
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
@@ -233,8 +233,8 @@ class Adapter(torch.nn.Module):
 
 
 class LoraAdapter(Adapter):
-    """The adapter of one linear, which may fuse the projections of several Hugging Face modules,
-    such as q_proj, k_proj and v_proj.
+    """The adapter of one linear or router. A linear may fuse the projections of several Hugging
+    Face modules, such as q_proj, k_proj and v_proj.
 
     in_size: number of input features on this rank. widths: number of outputs of each projection on
     this rank.
@@ -283,8 +283,8 @@ class LoraAdapter(Adapter):
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """The adapter's output scale * B A x for the linear's input x. It has the shape of the
-        linear's output, and A's dtype (x's if in_half, autocast's under autocast).
+        """The adapter's output scale * B A x for the linear's input x, in the shape of the linear's
+        output. Its dtype is A's, or may be lower if in_half or under autocast.
 
         weight: the linear's matrix, given if adds_in_product; then the result is W x + scale * B A
         x in x's dtype, or zeros inside zeros_from(). Collective over the group if the linear is
@@ -513,8 +513,8 @@ class LoraExperts(Adapter):
         self, projections: tuple[str, ...], outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stack the matrices of several projections: (scale * A [n, c, in], B [n, outputs, c]),
-        float32. c is padded to a multiple of 8, because grouped GEMMs in half precision need
-        multiples of 16 bytes.
+        float32. c, the sum of their ranks, is padded to a multiple of 8, because grouped GEMMs need
+        rows in multiples of 16 bytes.
         """
         scales = {self._name_of_a(p): self.scales[p] for p in projections if p in self.adapted}
         a = torch.cat([self._matrix(name) * scale for name, scale in scales.items()], 1)
@@ -575,11 +575,11 @@ class LoraExperts(Adapter):
         filling: Any,
     ) -> torch.Tensor:
         """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of projections in
-        its last rows, and their B in its last columns. c is padded to a multiple of 8, because
-        grouped GEMMs in half precision need multiples of 16 bytes. units: projections that share
-        A. spans: for each unit, its part of c, and of `out`. filling: the attribute of this name
-        that an earlier result had, if A and B are the same since: they are written only if others
-        were written after them, or into a new buffer."""
+        its last rows, and their B in its last columns. c, the sum of their ranks, is padded to a
+        multiple of 8, because grouped GEMMs need rows in multiples of 16 bytes. units: projections
+        that share A. spans: for each unit, its part of c, and of `out`. filling: the attribute of
+        this name that an earlier result had, if A and B have not changed since: they are then
+        written only if the buffer is new or has others. None: they are written."""
         columns = -(-spans[-1][0].stop // 8) * 8
         room: Any = with_room(weight, columns, self._rooms, columns)
         if filling is not None and getattr(room, "filling", None) is filling:
@@ -636,8 +636,9 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
 
     way: "beside" (linears, embeddings): a forward hook adds the adapter's output, or the linear's
     matmul includes it. "inside" (routers and experts in model_moe.py): the module calls the adapter
-    itself. "merged" (experts and routers of transformers): during forward, adapter.merged(module)
-    replaces the module's parameters; this needs their memory once more, and allows no dropout.
+    itself. "merged" (transformers' experts, and its routers that are no nn.Linear): during forward,
+    the tensors of adapter.merged(module) stand in for the module's parameters of the same names;
+    this needs their memory once more, and allows no dropout.
     """
     adapter.train(module.training)
     weight: Any = getattr(module, "weight", None)
@@ -656,8 +657,8 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
 
 
 def _cover_parameters(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-    """Pre-forward hook for way "merged" in attach: let plain attributes with the merged weights
-    hide the module's parameters, if the adapter is enabled.
+    """Pre-forward hook for way "merged" in attach: if the adapter is enabled, let plain attributes
+    with the merged weights hide the module's parameters of the same names.
     """
     # attribute lookup finds the instance's __dict__ before nn.Module's parameters
     if module.lora.enabled:
@@ -673,9 +674,9 @@ def _uncover_parameters(module: torch.nn.Module, args: tuple[Any, ...], output: 
 
 
 def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Let the matmul of a tensor-parallel linear, or of a Transformer Engine linear, include the
-    adapter when it can. The linear's method is replaced on this instance, because a hook would run
-    only after the matmul. Other modules stay unchanged.
+    """Let the matmul of a tensor-parallel linear, or of a Transformer Engine linear if possible,
+    include the adapter when it can. For that, a method is replaced on this instance, because a hook
+    would run only after the matmul. Other modules stay unchanged.
     """
     if hasattr(module, "activation_dtype"):
         _suit_transformer_engine(module, adapter)

@@ -244,8 +244,8 @@ class Quantised(torch.Tensor):
                 part[first : first + step] = new
 
     def frozen_product(self, x: torch.Tensor, product: Callable[..., Any]) -> torch.Tensor:
-        """Compute product(x, dequantised weight as [n, out, in]). Backward dequantises the weight
-        again, instead of keeping its values."""
+        """Compute product(x, dequantised weight as [n, out, in]); inside zeros_from() it may be
+        zeros. Backward dequantises the weight again, instead of keeping its values."""
         return _Product.apply(x, self, product)
 
     @classmethod
@@ -294,7 +294,8 @@ class Quantised(torch.Tensor):
 
 class _Product(torch.autograd.Function):
     """Autograd function of product(x, weight [n, .., in] as [n, out, in]) for a frozen quantised
-    weight. It saves the quantised weight for backward, and gives only x a gradient."""
+    weight; inside zeros_from() forward gives zeros. It saves the quantised weight for backward, and
+    gives only x a gradient."""
 
     @staticmethod
     def forward(
@@ -317,8 +318,9 @@ class _Product(torch.autograd.Function):
 
 
 def is_quantised(row: Row, config: Any) -> bool:
-    """True if config.weight_format applies to the row's weight: a linear's or expert's matrix in a
-    layer, if tensor parallelism shards it. With mxfp4, only experts if the model has some."""
+    """True if config.weight_format, which must be set, applies to the row's weight: a linear's or
+    expert's matrix in a layer, of a kind that tensor parallelism can shard. With mxfp4, only
+    experts if the model has some."""
     is_matrix = row.is_linear and row.axis is not None and "{}" in row.mca
     only_experts = config.weight_format == "mxfp4" and config.num_moe_experts
     return is_matrix and (row.expert is not None or not only_experts)

@@ -28,8 +28,8 @@ _ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
 
 class Nf4Slice:
     """A weight stored in bitsandbytes' NF4, read like a safetensors slice: indexing gives
-    dequantised float32 values. Whole rows are read from the file, then columns are cut out. name:
-    the weight's. slices: {name: safetensors slice} of its file."""
+    dequantised float32 values. Whole rows, in whole blocks, are read from the file, then columns
+    are cut out. name: the weight's. slices: {name: safetensors slice} of the model's files."""
 
     def __init__(self, name: str, slices: dict[str, Any]):
         self._codes = slices[name]
@@ -42,8 +42,8 @@ class Nf4Slice:
         return self._state["shape"]
 
     def _scales(self, first: int, last: int) -> torch.Tensor:
-        """Scales of blocks `first` up to `last`, float32; nested scales are dequantised. ValueError
-        if the file lacks their own scales."""
+        """The scales of blocks first:last, float32. Nested scales are codes, and are dequantised;
+        ValueError if the file lacks the scales for that."""
         scales = self._of["absmax"][first:last]
         nested = self._of["nested_absmax"]
         if nested is None:
@@ -98,9 +98,9 @@ class _EveryOther:
 
 
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
-    """Replace the tensors of each NF4 weight in a file by one Nf4Slice: {name: slice} -> {name:
-    slice}. Names that Unsloth gives to gpt_oss's experts and routers are replaced by those that
-    this package reads. ValueError for a weight in another format of bitsandbytes' 4 bits, or
+    """Replace the tensors of each NF4 weight in a model's files by one Nf4Slice: {name: slice} ->
+    {name: slice}. Names that Unsloth gives to gpt_oss's experts and routers are replaced by those
+    that this package reads. ValueError for a weight in another format of bitsandbytes' 4 bits, or
     without its codes, absmax or quant_map."""
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):

@@ -186,8 +186,8 @@ class RowStore:
 
     def load(self, report: Callable[[str], Any] = print) -> "RowStore":
         """Find the parts in the folder, as far as intact ones follow one another, and take the
-        identity from disk. Returns the store. A folder without a readable meta.json in the present
-        format counts as empty.
+        identity from disk. Returns the store. A folder without a meta.json in the present format
+        counts as empty.
 
         report: called with a line about damage. ValueError if a fact in `identity` that has a name
         in _WORDS differs on disk.

@@ -18,8 +18,8 @@ def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> No
     """Move a backend's tensors to host memory or back.
 
     device: this rank's device: come_back() moves them back. "cpu", on a rank with a GPU: leave()
-    moves them to host memory. Any other device: ValueError. kinds: which tensors, some of "model",
-    "grad" and "optimizer"; gradients are freed without a copy, and come back as 0."""
+    moves them to host memory. Another device known to torch: ValueError. kinds: which tensors, some
+    of "model", "grad" and "optimizer"; gradients are freed without a copy, and come back as 0."""
     here = parallel.device()
     wanted = torch.device(device)
     expect(

@@ -189,9 +189,9 @@ def with_needs(name: str) -> list[str]:
 
 
 def load(*endings: str) -> list[ModuleType]:
-    """Import modules by the ending of their name ("_keys" or a full name) and return them; modules
-    of optional parts that cannot be used are left out. Importing registers a part's keys, rules and
-    table rows."""
+    """Import those modules of optional parts whose name has one of these endings ("_keys" or a full
+    name), and return them; parts that cannot be used are left out. Importing registers a part's
+    keys, rules and table rows."""
     there = [part for name, part in PARTS.items() if name not in missing()]
     names = [module for part in there for module in part.modules.split()]
     return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
@@ -264,7 +264,8 @@ def needed(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def absent(values: Mapping[str, Any]) -> list[Problem]:
-    """A Problem for each key in `values` that needs an optional part whose files are missing."""
+    """A Problem for each key in `values` that needs an optional part that cannot be used, see
+    needed()."""
     problems = []
     for key, name in needed(values).items():
         reason, remedy = need_of(name)

@@ -199,7 +199,8 @@ def _stacked_experts() -> Any:
 
 def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple[Any, ...]]]:
     """[(name in a file, index into the tensor)] for a tensor of a transformers module, which files
-    may store in several parts. name, shape: the module's tensor.
+    may store in several parts. name, shape: the module's tensor. Prefixes stay transformers', also
+    where files have others (prefixes_of).
 
     Stacked experts have one part per expert and projection, under the names of single experts;
     other tensors have one part, with the index (). Model types without a row in FAMILIES keep their
@@ -249,8 +250,8 @@ def named_tensors(model: Any, tied_twice: bool = False) -> NamedTensors:
 def file_tensors(
     model: Any, tied_twice: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name in a file, the model's tensor, the part of it that files store under that name,
-    as a view) for a transformers model.
+    """Yield (name in a file, but with transformers' prefix; the model's tensor; the part of it that
+    files store under that name, as a view) for a transformers model.
 
     LoRA adapters are left out. Stacked experts of a family in FAMILIES yield one part per expert
     and projection, under the names of single experts. tied_twice: see named_tensors."""
@@ -321,8 +322,8 @@ class SafetensorsSource:
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """Read a tensor, or the slice `part` of it. Only the bytes of `part` are read from the
-        file, with two exceptions: a quantised weight is read in whole blocks or rows, and if a
-        file's stacked experts have gate and up rows in turns, both are read."""
+        file, with two exceptions: a quantised weight is read in whole blocks or rows, and where
+        gate and up rows of experts alternate in one tensor, both are read."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
@@ -402,8 +403,9 @@ def model_class(hf: Any) -> Any:
 # cached, because a start needs them several times, and a large model's take seconds
 @functools.lru_cache(maxsize=4)
 def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
-    """(transformers' config, {name in files: shape}) for a model. hf_config: the JSON text of its
-    config.json. ValueError if transformers cannot build the model. Cached in this process."""
+    """(transformers' config, {name in files, with transformers' prefix: shape}) for a model.
+    hf_config: the JSON text of its config.json. ValueError if transformers cannot build the model.
+    Cached in this process."""
     import transformers
 
     try:
@@ -434,9 +436,9 @@ def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
 
 
 def _cached_shapes(hf: Any, file: Path | None) -> dict[str, Shape]:
-    """{name in files: shape of the tensor}. Read from the cache file, or else computed from the
-    model on the meta device, which takes seconds; local rank 0 then writes the cache file. file:
-    None: no cache."""
+    """{name as in shapes_of: shape of the tensor}. Read from the cache file, or else computed from
+    the model on the meta device, which takes seconds; local rank 0 then writes the cache file, if
+    it can. file: None: no cache."""
     if file is not None:
         with contextlib.suppress(OSError, KeyError, ValueError):  # a damaged file is no cache
             kept = read_json(file) if is_there(file) else {}
@@ -490,8 +492,9 @@ class InitSource:
     """Random initial weights, for train_from_scratch. Each tensor is drawn from a seed and its
     Hugging Face name, so every parallel layout gets the same values.
 
-    Matrices and sinks are normal with the config's initializer_range; norm weights are 1 (0 if the
-    model adds 1 to them); biases are 0. A_log and dt_bias of linear attention differ.
+    Matrices and sinks are normal with the config's initializer_range; norm weights are 1, or 0 in
+    families of FAMILIES that add 1 to them; biases are 0. A_log and dt_bias of linear attention
+    differ.
     """
 
     def __init__(self, hf_config: dict[str, Any], seed: int, num_prediction_layers: int | None = 0):
@@ -561,8 +564,8 @@ class ScoredSource:
 
 
 def scored(config: Any, source: SafetensorsSource, seed: int) -> SafetensorsSource | ScoredSource:
-    """The source, wrapped in a ScoredSource if the config has a value head. ConfigError if the
-    files contain the value head of TRL or LLaMA-Factory instead."""
+    """The source, or for a config with a value head a ScoredSource around it; then ConfigError if
+    the files contain the value head of TRL or LLaMA-Factory instead."""
     if not config.has_value_head:
         return source
     check_value_head(source)
@@ -649,8 +652,8 @@ def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0)
     """True if this package reads no checkpoint tensor of this name: loading skips it, and an export
     copies it.
 
-    Multi-token prediction layers have indices after the decoder's layers; the first num_trained of
-    these layers are read. Tensors of Family.unused are unused only if num_trained is 0 or None.
+    Of multi-token prediction layers whose indices follow the decoder's, the first num_trained are
+    read. Tensors of Family.unused are unused only if num_trained is 0 or None.
     """
     family = FAMILIES.get(str(hf_config.get("model_type")))
     patterns: tuple[str, ...] = UNUSED_TENSORS
@@ -683,8 +686,8 @@ def in_words_of(
     source: str | None, hf_config: dict[str, Any], tensors: NamedTensors
 ) -> NamedTensors:
     """Rename (name, tensor) pairs for an export: to the names in the source's files, or if the
-    source is gone, to the names that transformers saves. source: folder or hub name that the model
-    came from.
+    source is gone and the model type is in FAMILIES, to the names that transformers saves. source:
+    folder or hub name that the model came from.
 
     Experts are stacked as in the source's files; as in the family's, if the source is gone or the
     family's gate and up alternate. They are never quantised to MXFP4."""
