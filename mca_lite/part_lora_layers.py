@@ -86,8 +86,8 @@ class Piece(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that exports this whole matrix: one rank of each pipeline stage that has
-        it. With multi-token prediction, an embedding is on two stages."""
+        """True on exactly one of the ranks that can gather this whole matrix: the rank that exports
+        it."""
         if self.group is None:
             return parallel.is_main()
         return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0

@@ -256,6 +256,16 @@ def check_on_megatron(
         f"tensor_model_parallel_size: {math.gcd(groups, tp)}, or lora_target without them",
         targets,
     )
+    # gradients are summed over both copies of the weight, and not of its adapter
+    is_copied = config.mtp_num_layers and config.pipeline_model_parallel_size > 1
+    judge.expect(
+        not is_copied or "embedding.word_embeddings" not in adapted,
+        "lora_target",
+        "the last pipeline stage has a copy of embed_tokens for multi-token prediction, and its "
+        "adapter would be trained apart",
+        "lora_target without embed_tokens, or mtp_num_layers: 0",
+        targets,
+    )
     # with overlap, other code does the communication of shared experts, without the adapters
     judge.expect(
         tp == 1 or not config.moe_shared_expert_overlap or not has_shared,

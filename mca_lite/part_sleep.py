@@ -47,9 +47,10 @@ def leave(backend: Any, kinds: Collection[str]) -> None:
         backend.optimizer.zero_grad()
     found = _storages(backend)
     for kind in kinds:
-        copies = [None if kind == "grad" else _to_host(storage) for storage in found[kind]]
-        sizes = [storage.nbytes() for storage in found[kind]]
-        backend.away[kind] = list(zip(found[kind], sizes, copies, strict=True))
+        backend.away[kind] = [
+            (storage, storage.nbytes(), None if kind == "grad" else _to_host(storage))
+            for storage in found[kind]
+        ]
     parallel.wait_for_device()
     for storage in (storage for kind in kinds for storage in found[kind]):
         storage.resize_(0)

@@ -320,6 +320,19 @@ def test_adapters_of_the_decoder_learn_from_frozen_extra_layers(
     assert names and not any(f"layers.{layer}." in name for name in names for layer in (4, 5))
 
 
+def beside_a_copy(path: str, layout: dict) -> str:
+    from mca_lite import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments(**MTP, **layout))
+    return refusal(with_drawn_adapters, models, targets=("embed_tokens",))
+
+
+def test_adapters_of_an_embedding_on_two_stages_are_refused(path):
+    [taken] = world.run(beside_a_copy, 1, path, {})
+    refused = world.run(beside_a_copy, 2, path, PP2)
+    assert not taken and all("try: lora_target without embed_tokens" in text for text in refused)
+
+
 # -- one layer of Qwen's hybrids, beside the decoder
 
 ONE = dict(mtp_num_layers=1)
