@@ -137,8 +137,7 @@ class Tally:
 
 class Reader:
     """Reads the records of one dataset's files. formats: file -> its record format, such as
-    "alpaca"; "not read" before a record shows it. media: reads the model's images and other inputs
-    than text."""
+    "alpaca"; "not read" before a record shows it. media: reads inputs other than text."""
 
     def __init__(
         self, spec: DatasetSpec, objective: Objective, data_args: Keys, media: Media = TEXT
@@ -794,9 +793,8 @@ def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
 
 
 def damage(folder: Path) -> str | None:
-    """Say how a token-cache shard is damaged, by its checksums or because it cannot be read; None
-    if it is intact. A process checks a good file once, and again only if its size or time changed.
-    """
+    """The damage of a token-cache shard, by its checksums or because it cannot be read; None if it
+    is intact. A process checks a good file once, and again only if its size or time changed."""
     try:
         meta = json.loads((folder / META_NAME).read_text())
         for name, written in meta["checksums"].items():
