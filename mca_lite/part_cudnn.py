@@ -138,10 +138,10 @@ def packed_by_cudnn(
     """
     heads = q, k, v
     keys = dict(attn_scale=scale or q.shape[-1] ** -0.5, is_causal=True, window_left=window or -1)
-    kind = *((x.shape[1:], x.stride(), x.dtype) for x in heads), *keys.values()
+    like = [(x.shape[1:], x.stride(), x.dtype) for x in heads]
+    kind = *like, *keys.values()
     if kind not in planned_kinds:
         planned_kinds.add(kind)
-        like = [(x.shape[1:], x.stride(), x.dtype) for x in heads]
         sizes = list(foreseen_sizes)
         threading.Thread(target=_plan, args=(like, q.device, keys, sizes)).start()
     return _by_frontend(heads, keys, *layout.varlen_of_graph)

@@ -25,7 +25,6 @@ from torch.utils.data import Subset
 
 from . import ckpt_folder, parallel, part_dpo_losses
 from .batch import Batch, in_documents, join, real_documents
-from .ckpt_folder import CheckpointError
 from .data_batches import Documents, Packs, View, documents_of, samples_of
 from .data_encode import hash_of
 from .data_files import SIDES
@@ -689,10 +688,7 @@ class DPOTrainer(ScoredTrainer):
             "a cached reference is computed by the model before it is trained: give this "
             f"dataset to {type(self).__name__} as train_dataset or eval_dataset",
         )
-        store = self._stored(samples, len(samples))
-        kept = parallel.on_main(store.read, CheckpointError)
-        rows = [kept, *self._missing_rows(store, samples, np.arange(len(samples) + 1))]
-        return WithReference(samples, np.concatenate(rows)["logps"])
+        return WithReference(samples, self._all_logps(samples, np.arange(len(samples) + 1)))
 
 
 def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:

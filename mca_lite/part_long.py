@@ -421,7 +421,8 @@ class Tiles(torch.autograd.Function):
             inputs = wanted + list(ctx.parameters)
             found = torch.autograd.grad(out, inputs, part, allow_unused=True)
             of_tiles = found[: len(wanted)]
-            for into, of_tile in zip(filter(_is_there, grads), of_tiles, strict=True):
+            wholes = [whole_grad for whole_grad in grads if whole_grad is not None]
+            for into, of_tile in zip(wholes, of_tiles, strict=True):
                 into[start : start + rows] = of_tile
             of_parameters = zip(ctx.parameters, sums, found[len(wanted) :], strict=True)
             sums = [_added(*each) for each in of_parameters]
@@ -431,10 +432,6 @@ class Tiles(torch.autograd.Function):
 def _starts(x: torch.Tensor, rows: int) -> range:
     """The index of each tile's first row, for the rows of x in tiles of `rows` rows."""
     return range(0, max(len(x), 1), rows)  # an empty tensor is one tile, to build the same graph
-
-
-def _is_there(x: Any) -> bool:
-    return x is not None
 
 
 def _added(

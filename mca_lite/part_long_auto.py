@@ -17,7 +17,7 @@ from .mcore import mpu
 from .optim import parts_of
 from .part_long import SHARE, host_memory
 from .part_long_costs import of_step
-from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY
+from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY, bytes_of_states
 
 HEADROOM = 0.9  # share of a GPU that a run may fill: blocks of memory leave gaps between them
 _LOOKED_AT = 1000  # samples of a dataset that does not know its lengths
@@ -45,9 +45,7 @@ def free_memory() -> float:
 def states_to_come(optimizer: Any, args: Any) -> float:
     """Estimated bytes on the device of the optimizer states that the first update will create. A
     matrix that muon updates is counted with the states of Adam."""
-    row = OPTIMIZERS[args.optim]
-    widths = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
-    of_value = sum(widths[getattr(args, f"{name}_dtype", "fp32")] for name in row.states)
+    of_value = bytes_of_states(args, OPTIMIZERS[args.optim].states)
     total = 0.0
     for part in parts_of(optimizer):
         inner: Any = getattr(part, "optimizer", None)

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from . import ckpt_folder, parallel
+from . import ckpt_folder
 from .batch import Batch
-from .ckpt_folder import CheckpointError
 from .data_batches import Documents, Stream, View, documents_of, samples_of
 from .data_encode import hash_of
 from .errors import expect
@@ -203,10 +202,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             "give this data set as train_dataset or eval_dataset, or with old_logp and ref_logp",
         )
         ends = np.append(0, trained_counts(samples).cumsum())
-        store = self._stored(samples, int(ends[-1]))
-        kept = parallel.on_main(store.read, CheckpointError)
-        rows = [kept, *self._missing_rows(store, samples, ends)]
-        return ends, np.concatenate(rows)["logps"]
+        return ends, self._all_logps(samples, ends)
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
         config = self.train_config

@@ -28,7 +28,7 @@ from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
 from .model_linears import gives_zeros
 from .part_lora_patterns import LoraSpec, is_saved
-from .weights_convert import degree, in_layer_order
+from .weights_convert import Change, degree, in_layer_order
 from .weights_files import InitSource, original_of
 
 NF4 = (
@@ -421,7 +421,7 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
     return name
 
 
-def base_weights(config: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def base_weights(config: Any) -> Change:
     """A function (HF name, dequantised CPU tensor) -> the weight before quantisation, read from the
     model's files: nf4 as float32. It returns the given tensor itself if that weight is not
     quantised, or if the files are gone."""

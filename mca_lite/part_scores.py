@@ -410,6 +410,14 @@ class ScoredTrainer(McaTrainer):
             self.stop_after_signal(f"in the {self.scorer}'s pass; it goes on from {where}")
             start = stop
 
+    def _all_logps(self, samples: Any, ends: np.ndarray) -> np.ndarray:
+        """The column "logps" of all rows of a dataset: those of the store and, after them, those
+        that this call computes. ends: as in _missing_rows(). Collective."""
+        store = self._stored(samples, int(ends[-1]))
+        kept = parallel.on_main(store.read, CheckpointError)
+        rows = [kept, *self._missing_rows(store, samples, ends)]
+        return np.concatenate(rows)["logps"]
+
     def _is_same(self, logps: Any, others: Any) -> bool:
         """True if log-probabilities from two passes over the same samples are equal up to rounding:
         numpy's allclose with rtol and atol 0.03 in half precision, or for rows stored in it;

@@ -64,8 +64,8 @@ def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Experts' matrices in a file, stacked as [E, out, in]. slices: the tensor's safetensors slice,
-    which reads only what is indexed."""
+    """Experts' matrices in a file, stacked as [E, out, in], or biases, as [E, out]. slices: the
+    tensor's safetensors slice, which reads only what is indexed."""
 
     slices: Any
 
@@ -73,9 +73,10 @@ class _Rows:
     def shape(self) -> Shape:
         return tuple(self.slices.get_shape())
 
-    def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """One expert's matrix [rows, columns]: only these outputs and inputs are read."""
-        return self.slices[expert, rows, columns]
+    def read(self, *place: Any) -> torch.Tensor:
+        """One expert's matrix [rows, columns] or bias [rows]: only these outputs and inputs are
+        read. place: (expert, rows, columns), or (expert, rows)."""
+        return self.slices[place]
 
 
 @dataclass(frozen=True)
@@ -95,23 +96,6 @@ class _Matrices:
         inputs are read.
         """
         return self.slices[expert, columns, rows].mT
-
-
-@dataclass(frozen=True)
-class _Biases:
-    """Experts' biases in a file, stacked as [E, out]. slices: the tensor's safetensors slice, which
-    reads only what is indexed.
-    """
-
-    slices: Any
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self.slices.get_shape())
-
-    def read(self, expert: int, rows: slice) -> torch.Tensor:
-        """One expert's bias [rows]: only these outputs are read."""
-        return self.slices[expert, rows]
 
 
 @dataclass(frozen=True)
@@ -198,15 +182,15 @@ def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
     singles = {}
     for name, stored in slices.items():
         match = _STACKED.fullmatch(name)
-        prefix, stack, suffix = match.groups() if match else ("", "", "")
         if match is None:
             singles[name] = stored
             continue
-        whole: Any = _Rows(stored) if form == "rows" else _Matrices(stored)
-        if suffix == "_bias":
-            whole = _Biases(stored)
-        elif suffix == "_blocks":
+        _, stack, suffix = match.groups()
+        whole: Any = _Matrices(stored)
+        if suffix == "_blocks":
             whole = _Mxfp4Matrices(stored, _scales_of(name, slices))
+        elif suffix == "_bias" or form == "rows":
+            whole = _Rows(stored)
         rows = range(whole.shape[1])
         size = len(rows) // len(_PARTS[stack])
         for single, (expert, _, outputs) in parts_of(name, whole.shape[0]):

@@ -455,6 +455,13 @@ def numbers_of_adam(args: Any) -> dict[str, Any]:
     return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
+def bytes_of_states(args: Any, names: Iterable[str]) -> float:
+    """Bytes that an optimizer's state tensors `names` take per value of a parameter, from
+    TrainingArguments."""
+    widths = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}  # 64 values share a float32 scale
+    return sum(widths[getattr(args, f"{name}_dtype", "fp32")] for name in names)
+
+
 def _sgd(groups: ParamGroups, args: Any) -> Any:
     import torch
 

@@ -18,7 +18,7 @@ from .finetuning import Finetuning, Request, finetuning_class, lowest_layer
 from .hosts import module_of, modules_of
 from .model_config import AutoConfig, McaModelConfig
 from .optim import splits_masters
-from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY, function_of
+from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY, bytes_of_states, function_of
 from .weights_convert import VOCABULARY, degree, in_layer_order
 from .weights_files import InitSource
 
@@ -203,10 +203,6 @@ def stages_of_layers(config: Any) -> list[int]:
     return stages
 
 
-# bytes per value; in 8 bits, 64 values share a float32 scale
-_BYTES_OF_MOMENT = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
-
-
 def _moments(args: Any, tensor: RankTensor) -> float:
     """Bytes of optimizer state on the device per value of a trained tensor, without
     master weights."""
@@ -214,8 +210,7 @@ def _moments(args: Any, tensor: RankTensor) -> float:
     names = row.states
     if row.of_matrices and tensor.name not in VOCABULARY:
         names = row.of_matrices
-    dtypes = [getattr(args, f"{name}_dtype", "fp32") for name in names]
-    moments = sum(_BYTES_OF_MOMENT[dtype] for dtype in dtypes)
+    moments = bytes_of_states(args, names)
     if args.optimizer_cpu_offload:
         return moments * (1 - args.optimizer_offload_fraction)
     return moments
