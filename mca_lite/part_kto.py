@@ -280,13 +280,14 @@ class Mismatched(View):
         tokens = {name: x[: self.cutoff_len] for name, x in _joined(document, other).items()}
         # pictures stand in a batch once, for either half of its documents: their prompts are equal
         shared = {name: document[name] for name in document if not is_of_inputs(name)}
+        shared.pop("attention_mask", None)  # it is as long as the document
         return [dict(document), {**shared, **tokens}]
 
 
 def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A new document: the prompt of `document` with the answer of `other`, with shifted labels on
-    the answer only. Other columns per token that the model reads, such as positions in documents
-    with images, rise by 1 per token over the answer; the rest is left out."""
+    the answer only. Registered columns per token that `document` has come from both; positions of
+    tokens, in documents with images, rise by 1 per token over the answer; the rest is left out."""
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)
@@ -296,10 +297,17 @@ def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
         "input_ids": np.concatenate([ids[: start + 1], answer[:-1]]),
         "labels": np.concatenate([np.full(start, IGNORE_INDEX), answer]),
     }
-    for name in document.keys() - joined.keys():
-        column = COLUMNS.get(name)
-        # positions of tokens, which documents with pictures have
-        if column is not None and column.per == "token" and column.to_model:
+    for name in filter(is_of_tokens, document.keys() - joined.keys()):
+        column = COLUMNS[name]
+        if column.is_registered:
+            of_prompt, of_answer = (
+                np.broadcast_to(
+                    column.default if x.get(name) is None else x[name], len(x["labels"])
+                )
+                for x in (document, other)
+            )
+            joined[name] = np.append(of_prompt[: start + 1], of_answer[first + 1 : end])
+        elif column.to_model:  # positions of tokens, which documents with pictures have
             before = np.asarray(document[name])[: start + 1]
             joined[name] = np.append(before, before[-1] + np.arange(1, len(answer)))
     return joined

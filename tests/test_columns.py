@@ -136,6 +136,21 @@ def test_a_name_that_is_taken_and_another_kind_are_refused():
         register_column("pixels", per="image")
 
 
+def test_a_mismatched_answer_of_kto_has_the_columns_of_its_tokens():
+    from mca_lite.part_kto import Mismatched
+
+    register_column("colour", default=0.5, to_model=True)
+    more = {"answer_label": 1, "attention_mask": 1}
+    first = {"input_ids": [0, 1, 2], "labels": [-100, 2, 3], "weight": [1, 2, 3], "colour": 0.25}
+    second = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 8, 9], "weight": 4}
+    view = Mismatched([{**first, **more}, {**second, **more}], 2)
+    batch = Collator(pad_token_id=9)([view[0], view[1]])
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 0, 1, 8, 9, 9], [5, 6, 7, 8, 5, 6, 7, 2]]
+    assert batch["weight"].tolist() == [[1, 2, 3, 1, 2, 4, -1, -1], [4, 4, 4, 4, 4, 4, 4, 3]]
+    assert batch["colour"].tolist() == [[0.25] * 5 + [0.5, 0, 0], [0.5] * 8]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 2, 2, 2, 0, 0], [1] * 4 + [2] * 4]
+
+
 def test_a_column_for_the_model_is_one_of_its_arguments():
     from types import SimpleNamespace
 
