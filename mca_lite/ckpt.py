@@ -251,9 +251,10 @@ class Checkpoints:
         """Wait until all ranks have written the checkpoint that begin() began, if there is one, and
         give its folder its name.
 
-        Older checkpoints are pruned after the next good step, because finite weights may still have
-        diverged; at once without check_for_nan_in_loss_and_grad. Raises CheckpointError, on every
-        rank, if a part could not be written; earlier checkpoints are untouched."""
+        Older checkpoints are pruned after the next good step or at the end of the run, because
+        finite weights may still have diverged; at once without check_for_nan_in_loss_and_grad.
+        Raises CheckpointError, on every rank, if a part could not be written; earlier checkpoints
+        are untouched."""
         job = self._job
         if job is None:
             return

@@ -179,9 +179,10 @@ class Policy:
     """The parameters of a policy loss, whose formula is the row `name` of POLICIES. r is the
     probability ratio to the policy that sampled, A the advantage.
 
-    clip_low, clip_high: r is clipped to 1 - clip_low .. 1 + clip_high; clip_high None: equal to
-    clip_low.
-    dual_clip: for A < 0, a term is at most -dual_clip A. delta: largest r in PPO's unclipped term.
+    clip_low, clip_high: limits of r in losses with PPO's clipping (ppo, grpo, dapo, dr_grpo, gspo):
+    1 - clip_low .. 1 + clip_high; clip_high None: equal to clip_low.
+    dual_clip: for A < 0, a term of these losses is at most -dual_clip A. delta: largest r in their
+    unclipped term.
     cispo_max: largest r in cispo. tau_pos, tau_neg: steepness of sapo's sigmoid for A > 0, and
     otherwise.
     constant: tokens per answer in dr_grpo's divisor.
@@ -237,7 +238,8 @@ class Policy:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The interval (1 - clip_low, 1 + clip_high) to which the probability ratio is clipped."""
+        """The interval (1 - clip_low, 1 + clip_high) to which losses with PPO's clipping limit the
+        probability ratio."""
         high = self.clip_low if self.clip_high is None else self.clip_high
         return 1 - self.clip_low, 1 + high
 

@@ -681,8 +681,8 @@ class McaTrainer(OtherNames):
         self.notify("on_log", logs=logs)
 
     def _evaluate_step(self) -> None:
-        """Evaluate, if there is an evaluation set. NotFiniteError if the guard is on and the loss
-        is not finite."""
+        """Evaluate, if there is an evaluation set. NotFiniteError if the loss is not finite, with
+        check_for_nan_in_loss_and_grad."""
         if self.eval_dataset is not None:
             self.guard.check_evaluation(self.evaluate())
 

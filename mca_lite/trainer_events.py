@@ -41,8 +41,9 @@ class EvalLoopOutput(NamedTuple):
 @dataclass
 class Numbers:
     """Metrics and counts of steps in one float64 vector, so that one collective sums them: (sum,
-    count) for each of `keys`, then tokens, squared document lengths, image patches, squared patches
-    and frames of audio (data_batches.count_tokens), then positions including padding."""
+    count) for each of `keys`, then tokens, squared document lengths, patches of images and videos,
+    squared patches and frames of audio (data_batches.count_tokens), then positions including
+    padding."""
 
     keys: list[str]
     vector: torch.Tensor

@@ -107,9 +107,10 @@ class FiniteGuard:
     def after_step(self, skipped: int, grad_norm: float, metrics: Any) -> tuple[Any, float]:
         """Check a step once its update was made or skipped -> (metrics, gradient norm) for the log.
 
-        If nan_policy: skip drops the update, micro-batches with a non-finite loss are left out of
-        the metrics, and the norm is 0. NotFiniteError if the run must stop. An overflow of fp16's
-        loss scale with finite losses is ignored. After an update, old checkpoints are pruned."""
+        If nan_policy: skip drops the update, each rank leaves its micro-batches with a non-finite
+        loss out of the metrics, and the norm is 0. NotFiniteError if the run must stop. An overflow
+        of fp16's loss scale with finite losses is ignored. After an update, old checkpoints are
+        pruned."""
         self.steps += 1
         if self.steps == 1 and grad_norm == 0 and not skipped:
             self.trainer.report.print(_NOTHING_LEARNED)
