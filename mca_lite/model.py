@@ -133,7 +133,7 @@ class McaGPTModel(MegatronModule):
     with labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX; or
     [b, s, k] if loss_of_logits gives k numbers per token;
     with Targets, the losses of the next token and of each prediction layer, [b, s, 1 + prediction
-    layers].
+    layers] or [b, s, 1 + prediction layers, k].
     """
 
     # replaces cross entropy; may give k losses per token: forward then returns [b, s, k]

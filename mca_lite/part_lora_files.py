@@ -344,8 +344,8 @@ def merged_into(hf_config: dict[str, Any], base: str = "") -> str:
 
 def merger(model: Any) -> Change:
     """Make a function that merges this model's adapters into base weights: (Hugging Face name, base
-    weight W) -> W + scale * B A, computed in float32 and returned in W's dtype. A weight without an
-    adapter is returned unchanged.
+    weight W) -> W + scale * B A (transposed for an embedding), computed in float32 and returned in
+    W's dtype. A weight without an adapter is returned unchanged.
 
     The model does not change. Collective: gathers the adapters to global rank 0, and only there the
     function merges. ConfigError if embedding and head are tied and one of them has an adapter.

@@ -156,10 +156,11 @@ class Predictions(MegatronModule):
         place: Any,
         shared: dict[str, Any],
     ) -> torch.Tensor:
-        """Losses of the next token and of the tokens ahead, float32 [b, s, 1 + layers]. model:
-        McaGPTModel. hidden: the decoder's output. trained: the places of labels with loss, as for
-        McaGPTModel.losses. place(embeddings, slots): puts image features among embeddings; None:
-        there are none. shared: keywords of Layer.forward."""
+        """Losses of the next token and of the tokens ahead, float32 [b, s, 1 + layers], or [b, s, 1
+        + layers, k] if model.loss_of_logits gives k per token. model: McaGPTModel. hidden: the
+        decoder's output. trained: the places of labels with loss, as for McaGPTModel.losses.
+        place(embeddings, slots): puts image features among embeddings; None: there are none.
+        shared: keywords of Layer.forward."""
         losses = [model.losses(targets.labels, hidden, trained)]
         for layer, ids, next_labels, places in zip(self.layers, *targets[1:], strict=True):
             embedded = model.embedding(ids)
