@@ -61,7 +61,8 @@ class PicturesArguments(ArgumentGroup):
     def _check_run(self, config: dict[str, Any], judge: Judge) -> None:
         """For a model without a vision tower, add Problems for freeze keys whose values need a
         tower, and notes for other keys of this group that are set, which have no effect. config:
-        the contents of its config.json, {} if it was not read."""
+        the contents of its config.json or mca_config.json, {} if neither was read."""
+        config = config.get("hf_config") or config  # of a checkpoint
         if config and "vision_config" not in config:
             judge.apply(_WITHOUT_TOWER)
             unused = [key for key in self.changed if key not in _FROZEN]

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
+from mca_lite.args import parse_args
 from mca_lite.data_batches import BatchPlan, Collator, Limits, check_batch, make_loader
 from mca_lite.files import IGNORE_INDEX, read_json
 from mca_lite.part_pictures_data import Picture
@@ -243,6 +244,14 @@ def test_a_model_without_a_tower_refuses_pictures(tmp_path):
     batch = {"input_ids": column, "labels": column, "pixel_values": torch.ones(4, 3)}
     with pytest.raises(ValueError, match="a batch has pixel_values .*no vision_config"):
         check_batch(batch, False, Limits.of({"vocab_size": 9}))
+
+
+def test_a_checkpoint_of_a_model_with_a_tower_can_train_it(tmp_path):
+    hf_config = {"model_type": "qwen2_vl", "vision_config": {}}
+    values = {"model_class": "McaModelConfig", "hf_config": hf_config}
+    (tmp_path / "mca_config.json").write_text(json.dumps(values))
+    words = [f"model_name_or_path={tmp_path}", "dataset=a.jsonl", f"output_dir={tmp_path / 'out'}"]
+    assert not parse_args([*words, "freeze_vision_tower=false"]).freeze_vision_tower
 
 
 # -- pictures of all kinds
