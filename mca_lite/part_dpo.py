@@ -309,7 +309,7 @@ class DPOTrainer(ScoredTrainer):
         first = dataset[0]
         of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
         count = len(documents_of(first))
-        if of_sample != len(SIDES) or count % len(SIDES):
+        if of_sample != len(SIDES) or not count or count % len(SIDES):
             got = sorted(first) if isinstance(first, dict) else f"{count} documents"
             raise ValueError(
                 'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of '

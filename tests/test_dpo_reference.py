@@ -409,6 +409,13 @@ def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_pa
     )
 
 
+def test_a_first_sample_without_documents_is_refused():
+    from mca_lite import DPOTrainer
+
+    with pytest.raises(ValueError, match="0 documents"):
+        DPOTrainer.check_samples([[]])
+
+
 def scores(path, adapter, out, keys) -> tuple:
     """(what the reference says, twice, and a second model as the reference; whether the policy
     trains on) of a model in training, with dropout.
