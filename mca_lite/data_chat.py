@@ -105,11 +105,11 @@ class _Style:
 class Rendered(NamedTuple):
     """A document as text. spans: [start, end) in characters, the text to train, not read for stage
     pt; a span may end after the text, and one that begins at -1 includes tokens that stand for no
-    text, such as a bos that the tokenizer adds. is_plain:
-    True if no template wrote the text, so that the tokenizer must add special tokens. media: inputs
-    other than text, in order. lacks_thinking: True if the template drops an answer's thinking even
-    while it is the last message; strips_thinking: True if it drops thinking of earlier turns and
-    the whole conversation is trained."""
+    text, such as a bos that the tokenizer adds. is_plain: True if no template wrote the text, so
+    that the tokenizer must add special tokens. media: inputs other than text, in order.
+    lacks_thinking: True if the template drops an answer's thinking even while it is the last
+    message; strips_thinking: True if it drops thinking of earlier turns and the whole conversation
+    is trained."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -719,7 +719,10 @@ def _with_known_keys(message: Message, template: str) -> Message:
         is_known = _reads(template, key)
         if key in _THINKING_KEYS and isinstance(value, str):
             del message[key]
-            is_known = not value.strip() or message.setdefault(name, value) == value
+            is_known = True
+            if value.strip():
+                is_known = (message.get(name) or value) == value
+                message[name] = value
         if not is_known:
             raise ValueError(
                 f"a message of {message['role']} has the key {key!r}, which neither "

@@ -498,10 +498,10 @@ def test_thinking_under_another_name_is_thinking(key):
     )
     assert "I add." in expected[0]
     for name in ("qwen3", "chatml"):
-        got = answers_with_labels(
-            [user("2+3?"), assistant("5", **{key: "I add."})], TEMPLATES[name]
-        )
-        assert "<think>\nI add.\n</think>\n\n5" in got[0]
+        for more in ({}, {"reasoning_content": ""}):  # an empty text under a second name
+            answer = assistant("5", **{key: "I add."}, **more)
+            got = answers_with_labels([user("2+3?"), answer], TEMPLATES[name])
+            assert "<think>\nI add.\n</think>\n\n5" in got[0]
 
 
 def test_a_message_that_the_template_leaves_out_is_refused():
