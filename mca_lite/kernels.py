@@ -345,9 +345,9 @@ class AdamW(torch.optim.Optimizer):
         m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   g = factor x gradient
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-    It computes in float32, whatever the stored dtypes. A master w is stored as bf16(w), the model's
-    weight, and an int16 with its remaining bits: together they are w, bit for bit. Ties round away
-    from zero.
+    It computes in float32, whatever the stored dtypes. The master w of a bf16 weight is stored as
+    bf16(w), the weight itself, and an int16 with its remaining bits: together they are w, bit for
+    bit. Ties round away from zero. A float32 weight is its own master.
 
     v in bf16 is rounded stochastically: with b2 = 0.999 a step lowers it by less than half of
     bf16's last bit, so rounding to nearest would never let it fall. The random bits are a hash of

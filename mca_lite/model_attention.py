@@ -530,8 +530,8 @@ class CoreAttention(Sharded, RowModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """This rank's query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; in latent
-        attention values, and so results, have another d. Packed rows have b = 1. Collective over
-        the context-parallel group."""
+        attention values, and so results, may have another d. Packed rows have b = 1. Collective
+        over the context-parallel group."""
         layout = self.layout(packed_seq_params, query)
         run = functools.partial(self._attend, layout, packed_seq_params is not None)
         if self.is_recomputed and self.training:

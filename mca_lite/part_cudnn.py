@@ -168,7 +168,8 @@ ROWS_FORESEEN = 64
 def foresee(rows: Iterator[dict[str, Any]]) -> None:
     """Replace foreseen_sizes by the sizes of this rank's first packed rows, for which
     packed_by_cudnn() lets a thread build the cuDNN graphs. rows: micro-batches with cu_seqlens;
-    they are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
+    they are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper; otherwise no
+    sizes are foreseen."""
     foreseen_sizes.clear()
     planned_kinds.clear()
     device = parallel.device()
