@@ -150,8 +150,9 @@ def start_process_group(timeout_s: float = 1800) -> None:
     """Start torch.distributed for the ranks that torchrun or SLURM describes; without them, a world
     of one.
 
-    Starts nothing if a process group exists. ValueError if the environment variables are incomplete
-    or wrong, if too few files may be open, or if the ranks do not meet at their store in time.
+    Starts nothing if a process group exists. ValueError if RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are incomplete or no possible numbers, if too few files may be open, or if the ranks
+    do not meet at their store in time.
     timeout_s: limit for each collective, and for the start; connecting to the store waits at most
     an hour.
     """
@@ -250,8 +251,9 @@ def initialize(args: Any, use_mca: bool = True) -> None:
 
     use_mca False: no megatron groups, and the layout is not checked. A second call with the same
     layout creates no groups and sets the seeds again; with another layout it raises RuntimeError,
-    because a process has one layout. ValueError if the layout does not fit the number of ranks, or
-    from make_deterministic() or start_process_group(). Collective: all ranks create groups.
+    because a process has one layout. ValueError if the number of ranks is no multiple of tensor x
+    pipeline x context parallel size, or from make_deterministic() or start_process_group().
+    Collective: all ranks create groups.
     """
     if args.deterministic:
         make_deterministic()
