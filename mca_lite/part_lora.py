@@ -184,7 +184,8 @@ class Lora(Finetuning):
         return self.spec.rank_of(module) * (uses * (out + into) if uses else into)
 
     def _shares_a(self, module: str) -> bool:
-        """True for an expert's up whose A is its gate's: see part_lora_patterns."""
+        """True for an expert's up projection that shares its LoRA matrix A with the expert's gate,
+        because target_parameters names both as one parameter."""
         place = place_of(module)
         return place is not None and place.half == 1 and self.spec.stacks(module)
 
@@ -192,8 +193,8 @@ class Lora(Finetuning):
         self, module: str, shape: list[int], is_embedding: bool
     ) -> dict[str, tuple[int, int]]:
         """{end of the name: shape} of a module's own LoRA matrices, such as {"lora_A.weight": (r,
-        in), "lora_B.weight": (out, r)}, without an A that is another's (_shares_a); {} without an
-        adapter. shape: [out, in] of this rank's shard of the weight.
+        in), "lora_B.weight": (out, r)}; B alone if A is another module's (_shares_a); {} without an
+        adapter. shape: [out, in] of this rank's shard of the weight, of an embedding [V / tp, h].
         """
         if module not in self.spec.modules:
             return {}

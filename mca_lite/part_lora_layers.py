@@ -634,11 +634,12 @@ def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
 def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> None:
     """Make an adapter part of a module, as its submodule "lora".
 
-    way: "beside" (linears, embeddings): a forward hook adds the adapter's output, or the linear's
-    matmul includes it. "inside" (routers and experts in model_moe.py): the module calls the adapter
-    itself. "merged" (transformers' experts, and its routers that are no nn.Linear): during forward,
-    the tensors of adapter.merged(module) stand in for the module's parameters of the same names;
-    this needs their memory once more, and allows no dropout.
+    way: "beside" (linears, embeddings): a forward hook adds the adapter's output, unless the
+    linear's matmul or, of an output layer, the loss does. "inside" (routers and experts in
+    model_moe.py): the module calls the adapter itself. "merged" (transformers' experts, and its
+    routers that are no nn.Linear): during forward, the tensors of adapter.merged(module) stand in
+    for the module's parameters of the same names; this needs their memory once more, and allows no
+    dropout.
     """
     adapter.train(module.training)
     weight: Any = getattr(module, "weight", None)

@@ -11,7 +11,7 @@ from .tables import MEANINGS, register_keys
 
 @dataclass(kw_only=True)
 class QuantisedArguments(ArgumentGroup):
-    """Quantised base weights."""
+    """Quantised base weights beside adapters: the configuration keys of their format."""
 
     quantization_bit: Literal["4", "8"] | None = optional(
         "keep the frozen weights of linears and experts in 4 or 8 bits, beside adapters",

@@ -114,7 +114,7 @@ def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
 
 @dataclass(kw_only=True)
 class RopeArguments(ArgumentGroup):
-    """Rotary scaling."""
+    """Rotary scaling: the configuration key that replaces the model's."""
 
     rope_scaling: Any = optional(
         "rotary scaling in place of the model's, saved in exports' config.json: a mapping "

@@ -141,8 +141,8 @@ def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
 
 def sampled(total: int, seconds: float, fps: float, most: int) -> list[int]:
     """The indices of frames to take from a video of `total` frames that lasts `seconds`, evenly
-    from the first to the last: `fps` frames per second, at least one and at most `most`. As in
-    LLaMA-Factory."""
+    from the first to the last: `fps` frames per second, but at least one, and at most `most` or
+    `total`. As in LLaMA-Factory."""
     count = min(total, most, max(1, math.floor(seconds * fps)))
     return [int(number) for number in np.linspace(0, total - 1, count)]
 
@@ -179,8 +179,8 @@ class VideoVision(Vision):
     around: the text that stands for a video, with "{}" at its placeholder, video_token. start_id,
     end_id: the tokens before and after it. writes_times: True if the text gives the times of frames
     beside their placeholders; `timed` then matches a video's times and placeholders. per_second:
-    positions along time per second; None: one position for each two frames. keys: video_fps,
-    video_maxlen, video_min_pixels and video_max_pixels.
+    positions along time per second; None: one position for each two frames, unless their times are
+    text. keys: video_fps, video_maxlen, video_min_pixels and video_max_pixels.
     """
 
     around: str
@@ -292,7 +292,8 @@ class VideoVision(Vision):
         return self.around.format(text)
 
     def enlarges(self) -> bool:
-        """True if frames smaller than a token are enlarged before their size is rounded."""
+        """True if frames lower or narrower than the pixels of one token are enlarged before their
+        size is rounded."""
         return self.writes_times
 
     def timed_text(self, first: float, second: float) -> str:

@@ -59,12 +59,13 @@ PARTS = [field.name for field in fields(RankMemory)][2:-1]
 class RankTensor(NamedTuple):
     """A weight, or an adapter's matrix, as one rank has it.
 
-    name: megatron's, PEFT's for an adapter, with {} for the layer and [] for the expert. layer:
-    None outside the layers. shape: of the rank's shard.
+    name: megatron's; for an adapter the Hugging Face module and PEFT's ending, such as
+    "lora_A.weight"; with {} for the layer and [] for the expert. layer: None outside the layers.
+    shape: of the rank's shard.
     """
 
-    name: str  # megatron's name, PEFT's for an adapter, with {} for the layer and [] for the expert
-    layer: int | None  # None outside the layers
+    name: str
+    layer: int | None
     shape: tuple[int, ...]
     is_trained: bool
 
@@ -82,12 +83,12 @@ class RankTensor(NamedTuple):
 
 
 class ModelTensors:
-    """Names and shapes of the tensors on each rank in a parallel layout, without data.
+    """Names and shapes of the weights and adapters on each rank in a parallel layout, without data.
 
     finetuning: which weights are trained, and with which adapters. source: shapes by Hugging Face
-    name, the same for every layout of a model. stages: the tensors on a rank of each pipeline
-    stage. total, total_trained: parameters of the whole model with its padded vocabulary, without
-    adapters.
+    name, the same for every layout of a model. stages: the weights and adapters on a rank of each
+    pipeline stage. total, total_trained: parameters of the whole model with its padded vocabulary,
+    without adapters.
     """
 
     def __init__(

@@ -130,10 +130,10 @@ def write_hf_config(
 ) -> list[str]:
     """Write config.json to `folder` -> [its name].
 
-    It is a copy of config.json in the folder `source`, or of hf_config if there is none. `dtype`
-    and hf_config decide dtype, vocabulary size, more multi-token prediction layers than the source
-    names, scaled rotary parameters and a value head's keys. quantization_config, torch_dtype and
-    _name_or_path are left out."""
+    It is a copy of config.json in the folder `source`, or of hf_config if there is none with a
+    model_type. `dtype` and hf_config decide dtype, vocabulary size, more multi-token prediction
+    layers than the source names, scaled rotary parameters and a value head's keys.
+    quantization_config, torch_dtype and _name_or_path are left out."""
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
         stored = read_json(Path(source) / HF_CONFIG_NAME)
@@ -298,8 +298,8 @@ class SafetensorsSource:
 
     prefixes: {prefix in transformers' module names: prefix in the files}, where they differ.
     stored: the tensor names in the files, before stacked experts are split and prefixes replaced;
-    the tensors of an NF4 weight count as one. format: how the files stack experts
-    (part_stacked.format_of), "" if they do not."""
+    for files with NF4 weights as part_quantised_files.unpacked() gives them. format: how the files
+    stack experts (part_stacked.format_of), "" if they do not."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
