@@ -94,10 +94,11 @@ class TrainerControl:
     """Flags that callbacks set for the loop, with transformers' names; another name raises
     AttributeError.
 
-    should_training_stop ends the run after this step. should_epoch_stop goes on with the next
-    epoch, if there is one (a stream is one epoch); the skipped steps count as steps of the run, so
-    the run does not get longer. should_log, should_evaluate and should_save hold for this step, and
-    are cleared before the next one."""
+    should_training_stop ends the run after this step, or before the first one if on_train_begin
+    sets it; flags that are set before train() are forgotten. should_epoch_stop goes on with the
+    next epoch, if there is one (a stream is one epoch); the skipped steps count as steps of the
+    run, so the run does not get longer. should_log, should_evaluate and should_save hold for this
+    step, and are cleared before the next one."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False

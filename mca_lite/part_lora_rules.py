@@ -221,8 +221,9 @@ def check_new_rows(
 
 
 def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` if a LoRA spec has dropout and adapters of experts or routers, which
-    the torch backend does not support. linears: the names of the model's linears and embeddings.
+    """Add a Problem to `judge` if a LoRA spec has dropout and adapters of modules other than
+    linears and embeddings (experts, most routers), which the torch backend does not support.
+    linears: the names of the model's linears and embeddings.
     """
     judge.expect(
         not spec.dropout or set(linears) >= set(spec.modules),

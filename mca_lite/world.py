@@ -39,7 +39,8 @@ class World(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0, which prints, and writes the files that are not sharded over ranks."""
+        """True for rank 0, which prints most messages, and writes files that are not sharded over
+        ranks."""
         return self.rank == 0
 
     @property
