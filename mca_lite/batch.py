@@ -405,7 +405,8 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     """int64 [t / cp]: the tokens that a context-parallel rank holds, in its order, as indices in
-    the whole packed row. cu: the row's document borders, from 0 to t. ValueError: see _chunks."""
+    the whole packed row. cu: the row's document borders, from 0 to t. Raises ValueError if
+    cp_size is above 1 and a document cannot be cut into 2 * cp_size equal chunks."""
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 

@@ -136,8 +136,8 @@ class TokenStream:
     def rows(self, position: Position | None = None) -> Iterator[tuple[Documents, Position]]:
         """Yield (documents of a row, position after it) endlessly, from `position` on (None: from
         the start). A document is {"input_ids", "labels"} with its columns, and "media" for
-        with_inputs() if it has any. ValueError for records that cannot be used (_tokenize), or if a
-        pass after the first gives no sample."""
+        with_inputs() if it has any. ValueError for a bad record, or for too many if they are
+        skipped, and if a pass after the first gives no sample."""
         position = position or Position()
         samples = self._samples(position)
         if self.encoder.joins:
@@ -219,8 +219,9 @@ class TokenStream:
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
         """Yield (its position, documents) for each sample from `position` on, endlessly: blocks are
-        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError for records
-        that cannot be used (_tokenize), or if a pass after the first gives no sample."""
+        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError for a bad
+        record, or for too many if they are skipped, and if a pass after the first gives no sample.
+        """
         chunk = position.chunk
         done = position.sample
         passes = position.passes

@@ -129,8 +129,9 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     to `dst` -> a line to print.
 
     W + scale * B A is computed in float32 and stored in W's dtype, or in config.json's if the base
-    is quantised. Raises ValueError if dst is not empty, if src has no safetensors, or if the
-    adapter does not fit src or, if it has one, its manifest; OSError if src has no config.json.
+    is quantised. Raises ValueError if dst is not empty, if src is missing or has no safetensors, or
+    if the adapter does not fit src or, if it has one, its manifest; OSError if src has no
+    config.json.
     """
     _refuse_full(dst)
     resolve_folder(src)
