@@ -126,8 +126,9 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Report cores, GPUs, their free memory and which models fit. GPUs that are fewer than the
-    ranks, or all hidden, are a problem; less than 90 % free memory on a GPU is a warning."""
+    """Report cores, GPUs, their free memory and which models fit. Fewer GPUs than ranks on this
+    machine, or GPUs of which torch sees none, are a problem; less than 90 % free memory on a GPU is
+    a warning."""
     import psutil
     import torch
 
@@ -154,8 +155,8 @@ def devices() -> Iterator[Finding]:
 
 
 def models_of(memory: float) -> str:
-    """Text with the largest model that a GPU with so many bytes of memory trains, in each way of
-    NEEDS."""
+    """Text with the largest model in NEEDS that a GPU with so many bytes of memory trains, for each
+    of its ways in which one fits."""
     largest = {}
     for way, needs in NEEDS.items():
         for model, gib in needs.items():
@@ -315,7 +316,7 @@ def measure() -> Link:
 
 def measure_pair() -> Link:
     """Measure an all-reduce between two ranks, in two processes started here: over NCCL if this
-    machine has two GPUs, otherwise over gloo."""
+    machine has two GPUs or more, otherwise over gloo."""
     from torch import cuda, multiprocessing
 
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -154,7 +154,7 @@ class DataInspector:
             yield part
 
     def _ends_of_texts(self, shard: Any) -> np.ndarray:
-        """Indices in shard.tokens just after each end token, which ends a joined text."""
+        """Indices in shard.tokens just after each eos token, with which each joined text ends."""
         return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
@@ -201,7 +201,7 @@ class DataInspector:
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
         """Yield (sample number, documents) for each sample, once even if a mix repeats it. A
         document is (tokens int64 [n], bool [n], True for tokens with loss). If rows are cut from
-        joined texts, yield each text in place of a sample instead, as one document."""
+        joined texts, yield each text, up to an eos, in place of a sample, as one document."""
         if not self.joins:
             for number in np.sort(np.unique(dataset.indices, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
@@ -261,7 +261,8 @@ class DataInspector:
         return Sample(number, sides, problems)
 
     def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
-        """(data: URL, caption) for the pictures in the first document of a sample."""
+        """(data: URL, caption) for each picture, and each video by a frame, in the first document
+        of a sample."""
         if not self.media.block:
             return []
         index = int(dataset.indices[number])
