@@ -19,6 +19,7 @@ import os
 import struct
 import threading
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -476,9 +477,13 @@ def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, An
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
-            for parameter, (group, i) in part.model_param_group_index_map.items():
+            counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
+            # a group's float32 parameters come first, whatever the map says
+            indices = part.model_param_group_index_map
+            for parameter in sorted(indices, key=lambda p: p.dtype != torch.float32):
+                group, _ = indices[parameter]
                 piece = part._get_model_param_range_map(parameter)["param"]
-                main = inner.param_groups[group]["params"][i]
+                main = inner.param_groups[group]["params"][next(counters[group])]
                 yield inner, parameter, main, slice(piece.start, piece.end)
             continue
         mains = {id(p) for group in inner.param_groups for p in group["params"]}

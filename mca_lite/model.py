@@ -45,6 +45,7 @@ from .weights_files import (
     check_loaded,
     file_tensors,
     grow_torch,
+    has_float32_routers,
     model_class,
     scored,
 )
@@ -535,14 +536,16 @@ class AutoModel:
         grow(config, vocab_size or old)
         if config.vocab_size > old and is_checkpoint:
             refuse_new_rows(folder, old, config.vocab_size)
+        if not is_checkpoint:
+            if source is None:
+                source = scored(config, SafetensorsSource(model_name_or_path), args.seed)
+            config.moe_router_weight_in_fp32 = has_float32_routers(source)
         models = build_chunks(config)
-        if is_checkpoint:
+        if source is None:
             saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
             load_megatron(folder, models)
             models.weights_from = load_decision(saved, config)
             return models
-        if source is None:
-            source = scored(config, SafetensorsSource(model_name_or_path), args.seed)
         if config.vocab_size > old:
             names = weights_convert.vocabulary_names(config)
             source = GrownSource(source, names, config.vocab_size)

@@ -242,6 +242,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = True
     moe_router_dtype: str | None = "fp32"
+    # files store routers' weights in float32 beside 16-bit others: so does a model in 16 bits
+    moe_router_weight_in_fp32: bool = False
     moe_router_load_balancing_type: str = "none"
     # megatron's 1e-3 would change the bias of a merely fine-tuned model
     moe_router_bias_update_rate: float = 0.0

@@ -303,9 +303,12 @@ class Router(TopKRouter):
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
-        """Module.to and the like, but the expert bias is float32 afterwards, whatever the dtype."""
+        """Module.to and the like, but the expert bias is float32 afterwards, whatever the dtype;
+        the weights too, with moe_router_weight_in_fp32."""
         super()._apply(fn, recurse)
         self._maintain_float32_expert_bias()
+        if self.config.moe_router_weight_in_fp32:
+            self.weight.data = self.weight.data.float()
         return self
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:

@@ -584,6 +584,20 @@ def check_value_head(source: SafetensorsSource) -> None:
         refuse("model_name_or_path", str(source.folder), reason, remedy)
 
 
+_ROUTER = re.compile(r".*\.(gate|gate\.wg|router)\.weight")
+
+
+def has_float32_routers(source: TensorSource) -> bool:
+    """True if the files store a router's weights in float32 and embeddings in 16 bits, as
+    transformers 5.24 writes deepseek_v3, glm4_moe and others."""
+    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for name in source.names():
+        is_router = _ROUTER.fullmatch(name) is not None
+        if is_router or name.endswith("embed_tokens.weight"):
+            dtypes[is_router].add(source.read(name, (slice(1), slice(1))).dtype)
+    return torch.float32 in dtypes[True] and torch.float32 not in dtypes[False]
+
+
 # -- new tokens
 
 # A new row of embedding or head starts as the mean of the matrix's rows, summed in float64 in file

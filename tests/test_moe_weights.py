@@ -2,6 +2,7 @@
 drawn from a seed.
 """
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -11,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.shared import tiny_moe, world
-from tests.shared.files import SEED, TOKENS, assert_same_bytes, load_hf, make_args, tensors
-from tests.shared.layouts import CP2, EP2, EP4, ETP1, EXPERTS, PP2, TP2_SP, VPP2
-from tests.shared.training import BRIEF, train
+from tests.shared.files import SEED, TOKENS, assert_same_bytes, changed, load_hf, make_args, tensors
+from tests.shared.layouts import CP2, DIST_OPT, EP2, EP4, ETP1, EXPERTS, PP2, TP2_SP, VPP2
+from tests.shared.training import BRIEF, train, whole_and_resumed
 
 ALL = {
     "one": (1, {}),
@@ -29,6 +30,7 @@ EVERYWHERE = ("qwen2_moe", "glm4_moe")
 FEW = ("one", "ep2tp2", "ep2pp2vpp2")
 LIMIT = 7000
 SHARDED = ("glm4_moe", "glm4_moe-bf16")  # what is cut into files has no family
+ROUTER = ".mlp.gate.weight"  # transformers 5.24 keeps it float32 in a bf16 model, as in its files
 
 
 def through_every_family(sources: dict, out: str, keys: dict) -> dict:
@@ -78,6 +80,14 @@ def sources(tmp_path_factory):
     made = {name: tiny_moe.save_model(folder / name, name) for name in tiny_moe.MODELS}
     made["glm4_moe-bf16"] = str(folder / "bf16")
     load_hf(made["glm4_moe"], dtype=torch.bfloat16).save_pretrained(made["glm4_moe-bf16"])
+    exact = tensors(made["glm4_moe"])
+
+    def with_routers(dtype, values: dict) -> None:
+        values |= {name: exact[name].to(dtype) for name in values if name.endswith(ROUTER)}
+
+    for name, dtype in (("routers-bf16", torch.float32), ("all-bf16", torch.bfloat16)):
+        change = functools.partial(with_routers, dtype)
+        made[name] = changed(made["glm4_moe-bf16"], folder / name, change)
     return made
 
 
@@ -135,6 +145,22 @@ def test_a_run_in_bf16_leaves_the_bias_that_chooses_experts_as_it_was(sources, t
     assert_same_bytes({name: after}, {name: before})
 
 
+def train_and_resume(path: str, out: str, keys: dict) -> tuple[list, list]:
+    return whole_and_resumed(path, out, bf16=True, export=True, **keys)
+
+
+@pytest.mark.parametrize("keys", [DIST_OPT, TP2_SP], ids=["dp2", "tp2sp"])
+def test_routers_that_files_keep_in_float32_are_trained_and_resumed_so(keys, sources, tmp_path):
+    path, out = sources["routers-bf16"], str(tmp_path / "out")
+    for whole, resumed in world.run(train_and_resume, 2, path, out, keys):
+        assert whole == resumed
+    before, after = tensors(path), tensors(out)
+    assert {name: t.dtype for name, t in after.items()} == {n: t.dtype for n, t in before.items()}
+    weight = after["model.layers.1" + ROUTER]
+    assert not weight.equal(before["model.layers.1" + ROUTER])
+    assert not weight.equal(weight.bfloat16().float())
+
+
 def drawn_by_torch(sources: dict) -> dict:
     from mca_lite.model import load_torch_model
 
@@ -166,9 +192,10 @@ def there_and_back(path: str, out: str) -> None:
     convert(f"{out}/checkpoint", Path(f"{out}/back"))
 
 
-def test_the_convert_command_goes_to_a_checkpoint_and_back(sources, tmp_path):
-    world.run(there_and_back, 1, sources["glm4_moe"], str(tmp_path))
-    assert_same_bytes(tensors(tmp_path / "back"), tensors(sources["glm4_moe"]))
+@pytest.mark.parametrize("name", ["glm4_moe", "routers-bf16"])
+def test_the_convert_command_goes_to_a_checkpoint_and_back(name, sources, tmp_path):
+    world.run(there_and_back, 1, sources[name], str(tmp_path))
+    assert_same_bytes(tensors(tmp_path / "back"), tensors(sources[name]))
 
 
 MODULE = ("model.layers.1.mlp.experts.gate_up_proj", (2, 16, 8))
