@@ -181,8 +181,9 @@ class Quantised(torch.Tensor):
     dtype is that to which the values are rounded when dequantised.
 
     detach, select along axis 0, and view of the leading axes share its memory; copy_ quantises
-    plain values; other in-place operators raise NotImplementedError. Other operators get the
-    dequantised weight, whole(), except that a copy to the meta device has no values.
+    plain values; other in-place methods raise NotImplementedError. Other operators get a
+    dequantised copy, whole(), which they change if they work in place (torch._foreach_mul_, out=);
+    a copy to the meta device has no values.
     """
 
     @staticmethod
