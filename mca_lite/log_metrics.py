@@ -120,14 +120,19 @@ METRICS = (
 )
 
 
+# parts of a loss, with a chart each
+_PARTS = [Metric(key, key, "{:.4g}".format, key) for key in ("kd_loss", "sft_loss", "mtp_loss")]
+
+
 def metric_of(key: str) -> Metric:
     """The row of METRICS for a key of the log; for an unknown key a new row, whose name and chart
     are the key without eval_. An evaluation's key (eval_loss, eval_<dataset>_loss) has the row of
-    the key that it ends in, and the loss of a dataset (loss/<dataset>) the chart of the loss."""
+    the key that it ends in, and the loss of a dataset (loss/<dataset>) the chart of the loss.
+    kd_loss, sft_loss and mtp_loss have charts of their own, with their evaluations."""
     name = key.removeprefix("eval_")
     if name.startswith("loss/"):
         return Metric(name, name, chart=_LOSS)
-    for metric in METRICS:
+    for metric in (*_PARTS, *METRICS):
         of_data_set = name != key and name.endswith(f"_{metric.key}")
         if name == metric.key or of_data_set:
             return metric

@@ -270,6 +270,17 @@ def test_the_numbers_on_the_page_are_the_logs(tmp_path):
     assert table == {"training": "9", "seed": "42", "bf16": "true", "learning_rate": "0.00025"}
 
 
+def test_parts_of_a_loss_are_drawn_beside_their_evaluations(tmp_path):
+    run = make_run(tmp_path / "run", [3.0])
+    keys = "kd_loss", "eval_kd_loss", "eval_chat_kd_loss", "eval_sft_loss", "eval_chat_loss"
+    append(run, json.dumps({"step": 20, **dict.fromkeys(keys, 0.5)}) + "\n")
+    charts = cards(parse(page([RunFolder(run)])))
+    drawn = {title: re.findall(r"— (\w+)", "".join(charts[title].itertext())) for title in charts}
+    assert drawn["kd_loss"] == ["kd_loss", "eval_kd_loss", "eval_chat_kd_loss"]
+    assert drawn["sft_loss"] == ["eval_sft_loss"]
+    assert drawn["Loss"] == ["loss", "eval_chat_loss"]
+
+
 def test_a_page_of_several_runs_shows_what_differs(tmp_path):
     runs = [make_run(tmp_path / name, [3.0, loss]) for name, loss in (("a", 2.0), ("b", 1.0))]
     for run, seed in zip(runs, (1, 2), strict=True):
