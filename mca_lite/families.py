@@ -570,7 +570,7 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
     values: the contents of the config.json, for a more precise reason.
     """
     judge = Judge(None)
-    check_type(values or {"model_type": model_type}, judge)
+    check_type(dict(values or {}, model_type=str(model_type)), judge)
     judge.close()
     return FAMILIES[SAME_AS.get(model_type, model_type)]
 

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from mca_lite.batch import row_layout
 from mca_lite.errors import ConfigError, Judge
-from mca_lite.families import check_type
+from mca_lite.families import check_type, get_family
 from mca_lite.model import AutoModel
 from mca_lite.model_attention import Rope, rope_frequencies, rotary_tables
 from mca_lite.model_config import (
@@ -449,6 +449,13 @@ def test_all_refusals_of_a_model_are_said_at_once():
 )
 def test_sliding_window_is_kept_where_a_layer_uses_it(family, values, window):
     assert from_hf_config(hf(family, **values), arguments()).sliding_window == window
+
+
+@pytest.mark.parametrize("values", [None, {}, {"model_type": ["qwen3"], "hidden_size": 8}])
+@pytest.mark.parametrize("kind", [["qwen3"], None, 3])
+def test_a_model_type_that_is_no_text_is_refused_in_words(kind, values):
+    with pytest.raises(ConfigError, match="expected one of arcee.* qwen3,"):
+        get_family(kind, values)
 
 
 def test_unknown_model_type_names_those_that_there_are():
