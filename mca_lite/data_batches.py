@@ -31,7 +31,7 @@ _HARMLESS = frozenset(
     "token_type_ids special_tokens_mask length text prompt id idx index data_position".split()
 )
 _NOTHING = ("None", "[]", "()", "")  # how an absent value looks as text
-_NUMBERED = ("attention_mask",)  # each row has it, even if its documents do not
+_MASK = "attention_mask"  # each row has it, even if its documents do not
 FILLER = -1  # "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # drawn at once, as Hugging Face's datasets does
 
@@ -97,27 +97,33 @@ def _row(sample: Any) -> dict[str, torch.Tensor]:
     row = {}
     for name, column in given.items():
         if is_of_inputs(name):
-            given_ones = (document.get(name) for document in documents)
-            parts = [torch.as_tensor(one) for one in given_ones if one is not None]
-            if parts:
+            having = [document for document in documents if document.get(name) is not None]
+            if having:
+                parts = [torch.as_tensor(document[name]) for document in having]
                 row[name] = torch.cat(parts).to(getattr(torch, column.dtype))
-        elif column.is_registered or _is_given(name, documents):
+        elif column.is_registered or name == _MASK or _is_given(name, documents):
             parts = zip(documents, lengths, strict=True)
             values = [_value(name, column, document.get(name), size) for document, size in parts]
             row[name] = torch.cat(values)
-    if len(documents) > 1 or "attention_mask" not in row:
+    if len(documents) > 1:
+        mask = row[_MASK].tolist()
+        expect(
+            set(mask) == {1},
+            f"a sample of {len(documents)} documents has {_MASK} {mask!s:.60}: expected 1 for each "
+            "token: take padding out of the documents, or give a row that numbers its own "
+            "documents as one document",
+        )
         numbers = torch.arange(1, len(documents) + 1)
-        row["attention_mask"] = numbers.repeat_interleave(torch.tensor(lengths))
+        row[_MASK] = numbers.repeat_interleave(torch.tensor(lengths))
     return row
 
 
 def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
     """True if every document of a sample has column `name`, False if none has. Raises ValueError if
-    only some have it, except for attention_mask: False then."""
+    only some have it."""
     lacking = [i for i, document in enumerate(documents) if document.get(name) is None]
-    is_lost = 0 < len(lacking) < len(documents) and name not in _NUMBERED
     expect(
-        not is_lost,
+        len(lacking) in (0, len(documents)),
         f"a sample has {name} in some of its documents, and not in those at {lacking}: set it in "
         "every document, or in none",
     )
@@ -126,12 +132,12 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     """A document's column as a tensor: [length] if it is per token, otherwise [1], with further
-    dimensions if the column has them. None becomes the column's default, and a single number is
-    repeated, unless the column has further dimensions. Raises ValueError for another shape, for
-    None without a default, or for values that the dtype cannot hold, such as a fraction in an
-    integer column."""
+    dimensions if the column has them. None becomes the column's default, 1 in attention_mask, and a
+    single number is repeated, unless the column has further dimensions. Raises ValueError for
+    another shape, for None without a default, or for values that the dtype cannot hold, such as a
+    fraction in an integer column."""
     if value is None:
-        value = column.default
+        value = 1 if name == _MASK else column.default
     if column.per != "token":
         length = 1
     try:
@@ -163,7 +169,8 @@ class Collator:
     one row per sample, padded on the right to the longest row.
 
     attention_mask: number of each token's document in its row, from 1; 0 for padding. A sample of
-    one document may bring its own numbers. Labels of padding are IGNORE_INDEX.
+    one document may bring its own numbers; those of several may only bring 1. Labels of padding are
+    IGNORE_INDEX.
 
     The batch also has registered columns and, if the samples have them, columns that a loss reads
     (such as "reference", the log-probability under a reference model) and columns for images and

@@ -590,7 +590,8 @@ def test_the_collator_pads_on_the_right():
 
 def test_the_collator_numbers_the_documents_of_a_row():
     one, other = ({"input_ids": ids, "labels": ids} for ids in ([1, 2], [3]))
-    batch = Collator(pad_token_id=9)([[one, other, one], [other]])
+    some = {**one, "attention_mask": [1, 1]}
+    batch = Collator(pad_token_id=9)([[one, other, some], [other]])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 1, 2], [3, 9, 9, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 2, 3, 3], [1, 0, 0, 0, 0]]
 
@@ -617,6 +618,8 @@ ROW = {"input_ids": [1, 2, 3], "labels": [2, 3, 4]}
         ([], r"documents of \[\] tokens: expected"),
         ({**ROW, "attention_mask": [1, 1]}, r"attention_mask of a sample: expected int64 \[3\]"),
         ({**ROW, "attention_mask": np.ones((1, 3, 3))}, r"got .* of shape \[1, 3, 3\]"),
+        ([ROW, {**ROW, "attention_mask": [1, 1, 0]}], r"attention_mask \[1, 1, 1, 1, 1, 0\]: exp"),
+        ([{**ROW, "attention_mask": [1, 2, 2]}] * 2, "as one document"),
     ],
 )  # fmt: skip
 def test_the_collator_refuses_what_would_be_dropped_or_cut(sample, said):
