@@ -20,7 +20,7 @@ class DistillArguments(ArgumentGroup):
     teacher_top_k: int | None = count(
         None,
         "score the data once before training, and keep the teacher's k likeliest tokens of each "
-        "(None: the teacher stays in memory, and its whole vocabulary counts)",
+        "(None: the teacher stays in memory, and all token ids that both models have count)",
     )
     teacher_cache: str | None = optional(
         "teacher_top_k: folder of the teacher's tokens (None: in cache_dir)"
