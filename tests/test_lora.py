@@ -5,23 +5,10 @@ plain torch.
 import pytest
 
 from tests.shared import tiny, world
-from tests.shared.cells import asked_for, cell, shared_worlds, thinned
-from tests.shared.files import assert_same_tensors
-from tests.shared.layouts import (
-    CP2,
-    DIST_OPT,
-    FULL,
-    ONE_ROW,
-    OVERLAP,
-    PACKED,
-    PP2,
-    SP,
-    TP2,
-    TWO_ROWS,
-    VPP2,
-)
-from tests.shared.lora_tools import adapter_of, train_from_adapter, train_with_peft
-from tests.shared.training import BRIEF, assert_same_curve
+from tests.shared.cells import asked_for, cell, thinned
+from tests.shared.fixtures import beside_peft
+from tests.shared.layouts import CP2, DIST_OPT, FULL, ONE_ROW, OVERLAP, PACKED, PP2, SP, TP2, VPP2
+from tests.shared.lora_tools import train_cases_with_peft
 
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 LAYOUTS = {
@@ -67,13 +54,6 @@ CASES = {
 }  # fmt: skip
 
 
-def train_cases_with_peft(paths: dict, folder: str, cases: list) -> dict:
-    return {
-        case: train_with_peft(paths[CASES[case][0]], f"{folder}/{case}", **CASES[case][1])
-        for case in cases
-    }
-
-
 @pytest.fixture(scope="module")
 def peft_references(request, tmp_path_factory):
     """{case: (model folder, folder of peft's adapters, curve of peft)} of the cases that are asked
@@ -81,29 +61,12 @@ def peft_references(request, tmp_path_factory):
     """
     folder, cases = tmp_path_factory.mktemp("references"), asked_for(request)
     paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
-    [curves] = world.run(train_cases_with_peft, 1, paths, str(folder), cases)
-    return {case: (paths[CASES[case][0]], folder / case, curves[case]) for case in cases}
+    configs = {case: (paths[CASES[case][0]], CASES[case][1]) for case in cases}
+    [curves] = world.run(train_cases_with_peft, 1, str(folder), configs)
+    return {case: (configs[case][0], folder / case, curves[case]) for case in cases}
 
 
-@pytest.fixture(scope="module")
-def assert_as_peft(request, peft_references, tmp_path_factory):
-    """check(case, layout): the curve and the adapters of the case in the layout are peft's."""
-
-    def of(case: str):
-        path, folder, _ = peft_references[case]
-        return (path, str(folder / "start")), {}
-
-    layouts, keys = {**LAYOUTS, **ON_TORCH}, dict(run=train_from_adapter, **BRIEF, **TWO_ROWS)
-    trained = shared_worlds(request, tmp_path_factory, layouts, of, **keys)
-
-    def check(case: str, layout: str):
-        _, folder, curve = peft_references[case]
-        curves, out = trained(layout)
-        for got in curves:
-            assert_same_curve(got[case], curve)
-        assert_same_tensors(adapter_of(out / case), adapter_of(folder / "end"))
-
-    return check
+assert_as_peft = beside_peft({**LAYOUTS, **ON_TORCH})
 
 
 FEW = ("one", "tp2_sp", "pp2_vpp2", "dp2_overlap")

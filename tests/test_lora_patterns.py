@@ -11,11 +11,17 @@ from safetensors.torch import load_file
 
 from mca_lite.errors import ConfigError
 from tests.shared import tiny, tiny_moe, world
-from tests.shared.cells import shared_worlds
 from tests.shared.commands import convert
 from tests.shared.files import assert_same_tensors, load_hf, tensors
+from tests.shared.fixtures import beside_peft
 from tests.shared.layouts import CP2, EP2, ETP1, OVERLAP, PACKED, PP2, SAVE, TP2_SP, TWO_ROWS, VPP2
-from tests.shared.lora_tools import load, make, train_from_adapter, train_with_peft
+from tests.shared.lora_tools import (
+    adapter_of,
+    load,
+    make,
+    train_cases_with_peft,
+    train_from_adapter,
+)
 from tests.shared.training import BRIEF, assert_same_curve
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -74,46 +80,19 @@ def save_model(folder, name: str) -> str:
     return str(tiny_moe.save_model(folder, name, num_hidden_layers=2))
 
 
-def train_cases_with_peft(paths: dict, folder: str, cases: list) -> dict:
-    return {
-        case: train_with_peft(paths[case], f"{folder}/{case}", **CASES[case][1]) for case in cases
-    }
-
-
 @pytest.fixture(scope="module")
 def peft_references(tmp_path_factory):
     """{case: (model folder, folder of PEFT's adapters at start and end, PEFT's curve)}"""
-    folder, cases = tmp_path_factory.mktemp("references"), list(CASES)
-    paths = {case: save_model(folder / case / "model", CASES[case][0]) for case in cases}
-    [curves] = world.run(train_cases_with_peft, 1, paths, str(folder), cases)
-    return {case: (paths[case], folder / case, curves[case]) for case in cases}
+    folder = tmp_path_factory.mktemp("references")
+    configs = {
+        case: (save_model(folder / case / "model", model), config)
+        for case, (model, config) in CASES.items()
+    }
+    [curves] = world.run(train_cases_with_peft, 1, str(folder), configs)
+    return {case: (path, folder / case, curves[case]) for case, (path, _) in configs.items()}
 
 
-@pytest.fixture(scope="module")
-def assert_as_peft(request, peft_references, tmp_path_factory):
-    """check(case, layout): the curve and the adapters of the case in the layout are PEFT's."""
-
-    def of(case: str):
-        path, folder, _ = peft_references[case]
-        return (path, str(folder / "start")), {}
-
-    layouts, keys = {**LAYOUTS, **OF_EXPERTS}, dict(run=train_from_adapter, **BRIEF, **TWO_ROWS)
-    trained = shared_worlds(request, tmp_path_factory, layouts, of, **keys)
-
-    def check(case: str, layout: str):
-        _, folder, curve = peft_references[case]
-        curves, out = trained(layout)
-        for got in curves:
-            assert_same_curve(got[case], curve)
-        assert_same_tensors(matrices(out / case), matrices(folder / "end"))
-
-    return check
-
-
-def matrices(folder) -> dict[str, torch.Tensor]:
-    """PEFT's file without the frozen embedding that PEFT adds."""
-    found = load_file(folder / "adapter_model.safetensors")
-    return {name: tensor for name, tensor in found.items() if "lora_" in name}
+assert_as_peft = beside_peft({**LAYOUTS, **OF_EXPERTS})
 
 
 @pytest.mark.parametrize("case", DENSE)
@@ -146,7 +125,7 @@ def test_they_are_added_in_products_too(case, layout, peft_references, tmp_path)
     keys = {**BRIEF, **TWO_ROWS, **keys}
     for got in world.run(in_half, ranks, path, str(tmp_path), str(folder / "start"), **keys):
         assert_same_curve(got, curve)
-    assert_same_tensors(matrices(tmp_path), matrices(folder / "end"))
+    assert_same_tensors(adapter_of(tmp_path), adapter_of(folder / "end"))
 
 
 # -- files
@@ -181,7 +160,7 @@ def test_peft_loads_what_comes_out_of_a_layout(case, layout, peft_references, tm
     ranks, keys = {**LAYOUTS, **OF_EXPERTS}[layout]
     out = tmp_path / "out"
     world.run(in_and_out, ranks, path, str(folder / "start"), str(out), **keys)
-    theirs, ours = matrices(folder / "start"), matrices(out)
+    theirs, ours = adapter_of(folder / "start"), adapter_of(out)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     config = json.loads((out / "adapter_config.json").read_text())
@@ -217,13 +196,13 @@ OF_ALL = dict(targets=("all",), target_parameters=EXPERTS, rank_pattern={"down_p
 def test_fresh_adapters_are_the_same_in_every_layout(tmp_path):
     path = save_model(tmp_path / "model", "qwen3_moe")
     [count] = world.run(fresh, 1, path, str(tmp_path / "one"), OF_ALL)
-    wanted = matrices(tmp_path / "one")
+    wanted = adapter_of(tmp_path / "one")
     assert count == sum(tensor.numel() for tensor in wanted.values())
     assert all(tensor.any() == ("lora_A" in name) for name, tensor in wanted.items())
     for layout in ("ep2tp2_etp1", "tp2_packed", "torch"):
         ranks, keys = OF_EXPERTS[layout]
         world.run(fresh, ranks, path, str(tmp_path / layout), OF_ALL, **keys)
-        ours = matrices(tmp_path / layout)
+        ours = adapter_of(tmp_path / layout)
         assert ours.keys() == wanted.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
 
@@ -235,7 +214,7 @@ def test_all_leaves_the_experts_to_target_parameters(tmp_path):
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_parameters"] == list(EXPERTS)
     assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    shapes = {name: tuple(tensor.shape) for name, tensor in matrices(tmp_path / "out").items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_of(tmp_path / "out").items()}
     experts = "base_model.model.model.layers.1.mlp.experts"
     of_experts = {n: s for n, s in shapes.items() if n.startswith(experts)}
     assert of_experts == {
@@ -289,7 +268,7 @@ def test_checkpoints_go_on_in_other_layouts(case, before, after, peft_references
     if before == after:
         assert got == wanted
     assert_same_curve(got, wanted, 5e-6)
-    assert_same_tensors(matrices(tmp_path / "then"), matrices(tmp_path / "first"))
+    assert_same_tensors(adapter_of(tmp_path / "then"), adapter_of(tmp_path / "first"))
 
 
 def resume_with(path: str, out: str, spec: dict) -> None:

@@ -9,7 +9,10 @@ import pytest
 
 from tests.shared import small_runs, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, train_all
-from tests.shared.files import tensors
+from tests.shared.files import assert_same_tensors, tensors
+from tests.shared.layouts import TWO_ROWS
+from tests.shared.lora_tools import adapter_of, train_from_adapter
+from tests.shared.training import BRIEF, assert_same_curve
 
 
 def saved_model(family: str, **changes):
@@ -59,3 +62,29 @@ def trained_references(layouts: dict, **keys):
         )
 
     return trained
+
+
+def beside_peft(layouts: dict):
+    """check(case, layout): the curve and the adapters of the case in the layout are peft's. The
+    module has a fixture `peft_references`, {case: (model folder, folder of peft's adapters, `start`
+    and `end`, curve of peft)}."""
+
+    @pytest.fixture(scope="module")
+    def assert_as_peft(request, peft_references, tmp_path_factory):
+        def of(case: str):
+            path, folder, _ = peft_references[case]
+            return (path, str(folder / "start")), {}
+
+        keys = dict(run=train_from_adapter, **BRIEF, **TWO_ROWS)
+        trained = shared_worlds(request, tmp_path_factory, layouts, of, **keys)
+
+        def check(case: str, layout: str):
+            _, folder, curve = peft_references[case]
+            curves, out = trained(layout)
+            for got in curves:
+                assert_same_curve(got[case], curve)
+            assert_same_tensors(adapter_of(out / case), adapter_of(folder / "end"))
+
+        return check
+
+    return assert_as_peft

@@ -77,6 +77,15 @@ def train_with_peft(path: str, folder: str, **config) -> list:
     return [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
 
 
+def train_cases_with_peft(folder: str, cases: dict) -> dict:
+    """{case: curve} of train_with_peft in folder/case. cases: {case: (model folder, peft's
+    configuration)}."""
+    return {
+        case: train_with_peft(path, f"{folder}/{case}", **config)
+        for case, (path, config) in cases.items()
+    }
+
+
 def run_keys(output_dir: str) -> dict:
     """The keys of tests.shared.training.train with BRIEF, where they differ from their defaults."""
     return dict(
@@ -118,9 +127,11 @@ def with_drawn_adapters(models, **spec):
 
 
 def adapter_of(folder) -> dict[str, torch.Tensor]:
-    """The tensors of a saved adapter without the frozen copies that peft adds for embeddings."""
+    """The tensors of a saved adapter without the frozen copies that peft adds for embeddings.
+
+    peft's name of an adapter on experts may have ".base_layer." too."""
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
-    return {name: t for name, t in tensors.items() if ".base_layer." not in name}
+    return {n: t for n, t in tensors.items() if ".lora_" in n or ".base_layer." not in n}
 
 
 def run_arguments(output_dir: str, **changes):
