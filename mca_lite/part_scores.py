@@ -383,14 +383,15 @@ class ScoredTrainer(McaTrainer):
         ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
 
         CheckpointError if the store has rows already, and the model now scores the first samples
-        differently, or if a part cannot be written.
+        with rows differently, or if a part cannot be written.
         """
         args = self.args
         of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         of_step *= self.backend.dp_size
         start = int(np.searchsorted(ends, store.num_rows))
         if start:
-            now = self._score(samples, ends, 0, min(start, of_step))["logps"]
+            first = int(np.searchsorted(ends, 0, "right")) - 1  # the samples before it have no rows
+            now = self._score(samples, ends, first, min(start, first + of_step))["logps"]
             kept = parallel.on_main(lambda: store.maps()[0]["logps"][: len(now)], CheckpointError)
             if not self._is_same(now[: len(kept)], kept):
                 raise CheckpointError(

@@ -405,7 +405,8 @@ def test_a_byte_of_any_shard_makes_another_teacher(tmp_path):
 
 
 def trained_by(student: str, teachers: list, out: str) -> list[str]:
-    """The error of a run by each of these teachers, given as models, over one cache."""
+    """The error of a run by each of these teachers, given as models, over one cache. The first
+    samples have no trained tokens, so no rows."""
     from mca_lite import AutoModel, DistillConfig, DistillTrainer
     from tests.shared.training import attempt
 
@@ -413,9 +414,10 @@ def trained_by(student: str, teachers: list, out: str) -> list[str]:
         config = DistillConfig(top_k=4, cache_dir=f"{out}/cache")
         return DistillTrainer(model, config, AutoModel.from_pretrained(path, args), args, **more)
 
-    found = []
+    found, samples = [], tiny.samples()
+    shared = dict(steps=1, warmup_steps=0, data=samples[5:6] * 9 + samples, **SMALL_STEPS)
     for number, path in enumerate(teachers):
-        keys = dict(trainer_class=functools.partial(trainer, path), steps=1, warmup_steps=0)
+        keys = dict(shared, trainer_class=functools.partial(trainer, path))
         [error, *_] = attempt(student, f"{out}/{number}", **keys)
         found.append(error)
     return found
