@@ -463,18 +463,22 @@ class GatedDeltaNet(RowModule):
         """Estimated bytes per token on this rank that a gated delta net, without the norm before it
         and without the layer's MLP, saves for the backward pass. Without the kernels of
         flash-linear-attention, torch operations save float32 tensors instead, among them matrices
-        and one state for each chunk of tokens. facts: what one tensor costs, as part_long_costs
-        computes it (bytes per value, whether kernels are compiled)."""
+        and one state for each chunk of tokens; where they are compiled, which a packed row's may
+        not be, fewer than on a CPU: those that torch's partitioner keeps of both passes. facts:
+        what one tensor costs, as part_long_costs computes it (bytes per value, whether kernels are
+        compiled)."""
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
         k = config.linear_key_head_dim
         v = config.linear_value_head_dim
         channels = 2 * config.linear_num_key_heads / tp * k + heads * v
         convolution = facts.attended * (config.linear_conv_kernel_dim + 1) * channels
-        if facts.compiled and why_no_fla() is None:
-            width = config.params_dtype.itemsize
-            return convolution + width * heads * (2 * k + 5 * v + CHUNK_SIZE)
         of_head = 12 * k + 9 * v + 6 * CHUNK_SIZE + k * v / CHUNK_SIZE + 9
+        if facts.compiled:
+            if why_no_fla() is None:
+                return convolution + facts.attended * heads * (2 * k + 5 * v + CHUNK_SIZE)
+            convolution = facts.attended * channels
+            of_head -= 3 * k + 2.5 * v + CHUNK_SIZE
         return convolution + 4 * heads * of_head + CHUNK_SIZE
 
     def forward(

@@ -275,6 +275,17 @@ def test_a_gpu_held_what_is_planned_of_long_rows(name):
     assert planned.total / 2**30 == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.parametrize("name, peak", [("hybrid", 111.2), ("LoRA qwen3_5 131k", 90.5)])
+def test_a_gpu_held_what_is_planned_of_delta_nets_in_torch(name, peak, monkeypatch):
+    """Without flash-linear-attention."""
+    from mca_lite import part_delta
+    from tests.tools import bench_gpu, gpu_plan
+
+    monkeypatch.setattr(part_delta, "why_no_fla", lambda: "it is not installed")
+    planned = gpu_plan.planned(name, **bench_gpu.CASES[name].get("keys", {}))[2]
+    assert planned.total / 2**30 == pytest.approx(peak, rel=0.02)
+
+
 def test_a_plan_says_how_many_layers_auto_recomputes(tmp_path):
     tiny.hf_config("qwen3", **MILLIONS).save_pretrained(tmp_path)
     words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0 "
