@@ -166,6 +166,8 @@ def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[
         if config.attention_output_gate:
             attention += 2 * r.w * channels * r.heads
     norms = 2 + 2 * config.post_norms
+    if layer >= config.num_layers:  # of multi-token prediction: two norms before it, one after it
+        norms += 3
     # adapted products of experts, and all beside quantised weights, keep no inputs that can be
     # computed again
     saves = facts.adapted and r.w < 4 and not config.mlp_chunk_size

@@ -182,18 +182,21 @@ def _kernels(
     of tokens in the step. squares: sum of squared document lengths in the step. lengths: document
     lengths in one sample. reference: extra forward passes per step."""
     recomputes = _recomputed(config)
-    head = sizes.hidden_size * sizes.vocab_size
+    ahead = config.mtp_num_layers or 0
+    layers = sizes.num_layers + ahead
+    logits = sizes.vocab_size * (1 + ahead)
+    head = sizes.hidden_size * logits
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
     channels = sizes.hidden_size
     if not config.sequence_parallel:  # each tensor parallel rank then passes over all tokens
         channels *= config.tensor_model_parallel_size
     passes = 1 + (recomputes + reference) / 3  # over forward and backward
     a_byte = tokens * passes * config.params_dtype.itemsize / 2 / rates.passes
-    in_layers = a_byte * sizes.num_layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
+    in_layers = a_byte * layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
     share = head / sizes.weights
     products = work.flops(tokens, 0)
-    of_head = a_byte * _OF_VOCABULARY * sizes.vocab_size + products * share / rates.products
-    of_mlps = sizes.mlp_weights * sizes.num_layers
+    of_head = a_byte * _OF_VOCABULARY * logits + products * share / rates.products
+    of_mlps = sizes.mlp_weights * layers
     again = recomputes * (sizes.weights - head)
     in_tiles = of_mlps * bool(config.mlp_chunk_size)  # tiles are computed again by themselves
     if config.transformer_impl == "local" and not config.post_norms:
@@ -236,6 +239,7 @@ def _of_stages(
 
     pp = config.pipeline_model_parallel_size
     counts = collections.Counter(stages_of_layers(config))
+    counts[pp - 1] += config.mtp_num_layers or 0
     layer_s = rates.layer_s
     if config.sequence_parallel or config.context_parallel_size > 1:
         layer_s = rates.split_layer_s
@@ -244,7 +248,7 @@ def _of_stages(
     layer_s *= args.gradient_accumulation_steps or 1
     seconds = []
     for stage in range(pp):
-        kernels = in_layers * pp * counts[stage] / config.num_layers
+        kernels = in_layers * pp * counts[stage] / counts.total()
         kernels += of_head * pp * (stage == pp - 1)
         seconds.append(max(kernels, counts[stage] * layer_s))
     return sum(seconds) / pp, max(seconds)
@@ -262,7 +266,7 @@ def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: 
     from .tables import function_of
 
     r = function_of("part_long_costs:RankSizes")(config)
-    layers = config.num_layers / r.pp
+    layers = (config.num_layers + (config.mtp_num_layers or 0)) / r.pp
     tokens = args.micro_batch_size * sample / r.cp
     hidden = tokens * r.h * r.w
     passes = 2 + (config.recompute_granularity == "full")

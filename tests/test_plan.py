@@ -118,6 +118,19 @@ def test_ranks_with_linear_attention_do(tmp_path, keys):
     check(hf, 2 if keys is TP2_SP else 1, 128, tmp_path, keys)
 
 
+@pytest.mark.parametrize(
+    "shapes, name, ranks, keys",
+    [
+        (tiny, "qwen3_5_text", 2, TP2_SP),
+        (tiny_moe, "glm4_moe", 2, {**PP2, **MORE}),
+        (tiny_moe, "deepseek_v3", 1, {**FULL, **TWO}),
+    ],
+)
+def test_ranks_with_prediction_layers_do(tmp_path, shapes, name, ranks, keys):
+    hf = shapes.hf_config(name, hidden_size=64, vocab_size=512)
+    check(hf, ranks, 128, tmp_path, dict(keys, mtp_num_layers=1))
+
+
 def test_ranks_with_adapters_do(tmp_path):
     check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
 

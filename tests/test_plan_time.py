@@ -9,7 +9,7 @@ import pytest
 from mca_lite import TrainingArguments, part_lora, tool_plan, tool_plan_memory
 from mca_lite import world as launched
 from mca_lite.model_config import from_hf_config
-from tests.shared import planned, tiny, world
+from tests.shared import planned, tiny, tiny_moe, world
 from tests.shared.layouts import PP2, TP2, TP2_SP
 from tests.shared.rates import predict_and_train, wait_in_a_pipeline
 from tests.tools import bench_gpu, gpu_plan
@@ -146,6 +146,29 @@ def test_small_micro_batches_take_the_time_of_the_host():
     time, _ = planned_step(case, "H200")
     slowest = 16 * 16 * rates.layer_s  # micro-batches, layers of the first stage
     assert time.compute + time.bubble == pytest.approx(slowest * 17 / 16, rel=0.01)
+
+
+@pytest.mark.parametrize("again", [{}, dict(recompute_granularity="full")])
+def test_a_prediction_layer_takes_the_time_of_a_layer_and_a_head(again):
+    def seconds(ahead: int = 0, layers: int = 8, vocabulary: int = 32768) -> float:
+        args = TrainingArguments(
+            output_dir="unused", bf16=True, transformer_impl="local", global_batch_size=8,
+            per_device_train_batch_size=8, mtp_num_layers=ahead, **again,
+        )  # fmt: skip
+        hf = tiny_moe.hf_config(
+            "glm4_moe", hidden_size=2048, num_hidden_layers=layers, vocab_size=vocabulary,
+            intermediate_size=6144, first_k_dense_replace=layers, max_position_embeddings=4096,
+        )  # fmt: skip
+        config = from_hf_config(hf, args)
+        tensors = tool_plan_memory.ModelTensors(config)
+        memory = tool_plan_memory.rank_memory(args, config, tensors, 0, 4096, 1, True)
+        return tool_plan.step_time(args, config, memory, [4096], 1, rates).compute
+
+    rates = tool_plan.RATES["H200"]
+    passes = 4 if again else 3
+    projection = 2 * passes * 2 * 2048**2 * 8 * 4096 / rates.products * rates.gaps
+    more = seconds(layers=9) + seconds(vocabulary=2 * 32768) - 2 * seconds()
+    assert seconds(ahead=1) - seconds() == pytest.approx(more + projection, rel=1e-3)
 
 
 def test_nccl_takes_half_a_gib_for_each_group():
