@@ -36,7 +36,7 @@ from . import ckpt_folder, parallel, parts, watchdog, world
 from .args import key_fields
 from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
-from .ckpt_folder import CheckpointError
+from .ckpt_folder import CheckpointError, Entries
 from .data_batches import Stream
 from .files import TRAINER_STATE_NAME, PathLike, read_json, show_size, write_file
 from .finetuning import finetuning_of
@@ -76,7 +76,7 @@ class TorchSnapshot:
         update."""
         return [x.nbytes for _, x in _changing(model)] if parallel.is_main() else []
 
-    def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], None]:
+    def write(self, folder: Path) -> tuple[Entries, None]:
         """Write this rank's files -> ({file: its manifest entry}, None). Not collective."""
         names = list(self._files)
         for name in names:
@@ -421,7 +421,7 @@ class _Job:
     exported: list[str]  # names of files written already
     error: Exception | None = None
     results: Any = None  # what the snapshot's write() returned
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> manifest entry
+    entries: Entries = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)

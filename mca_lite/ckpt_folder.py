@@ -34,7 +34,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
@@ -157,6 +157,7 @@ _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
+Entries: TypeAlias = dict[str, dict[str, Any]]  # file name -> its entry in a manifest
 _KINDS = {"model": dict, "step": int, "with_optimizer": bool, "files": dict, "backend": str}
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
@@ -180,7 +181,7 @@ def entry_of(size: int, crc: int) -> dict[str, Any]:
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
-def measure_all(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def measure_all(folder: Path, names: Sequence[str]) -> Entries:
     """{name: manifest entry} of files in a folder, whose bytes are flushed to disk before it
     returns."""
     # flushing to disk and computing checksums overlap
@@ -198,7 +199,7 @@ def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
 
 
-def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+def write_manifest(folder: Path, facts: dict[str, Any], files: Entries) -> None:
     """Write manifest.json, after the files it names. facts: backend, step, with_optimizer, model.
     files: {name: entry_of(size, crc)}."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
@@ -328,11 +329,6 @@ def publish(temporary: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint; it is renamed first, so that none is seen half deleted."""
-    shutil.rmtree(_named_old(folder))
-
-
 def _named_old(folder: Path) -> Path:
     """Rename a checkpoint that is to be deleted, so that it no longer counts as a checkpoint -> its
     new path."""
@@ -396,7 +392,7 @@ def find(
     def tidy() -> None:
         if is_new:
             for old in check_new(args):
-                remove(old)
+                shutil.rmtree(_named_old(old))  # renamed first: none is seen half deleted
         _clean(args.output_dir)
 
     parallel.on_main(tidy, CheckpointError)

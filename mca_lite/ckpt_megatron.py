@@ -30,7 +30,7 @@ import torch
 from torch.utils.serialization import config as torch_files
 
 from . import parallel
-from .ckpt_folder import CheckpointError, entry_of
+from .ckpt_folder import CheckpointError, Entries, entry_of
 from .files import MCA_CONFIG_NAME, READERS, ChecksumWriter, lies_in, read_json, write_file
 from .kernels import AdamW
 from .mcore import (
@@ -271,7 +271,7 @@ class MegatronSnapshot:
                     found += [4 * parameter.numel()] * len(states)
         return found
 
-    def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], list[Any]]:
+    def write(self, folder: Path) -> tuple[Entries, list[Any]]:
         """Write this rank's tensors to its file -> ({file: its manifest entry}, parts). Not
         collective.
 

@@ -14,7 +14,7 @@ Letters: k columns of a weight, its inputs.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from .hosts import modules_of
 from .kernels import compiles, jit, launch, tl, triton
 from .model_linears import gives_zeros
 from .part_lora_patterns import LoraSpec, is_saved
-from .weights_convert import Change, degree, in_layer_order
+from .weights_convert import Change, LayerRows, degree, in_layer_order
 from .weights_files import InitSource, original_of
 
 NF4 = (
@@ -327,7 +327,7 @@ def is_quantised(row: Row, config: Any) -> bool:
     return is_matrix and (row.expert is not None or not only_experts)
 
 
-def quantised_layers(config: Any) -> Iterator[tuple[Row, int | None]]:
+def quantised_layers(config: Any) -> LayerRows:
     """Yield (row of the family's table, layer index) for each weight that config.weight_format
     quantises."""
     return ((row, layer) for row, layer in in_layer_order(config) if is_quantised(row, config))

@@ -8,7 +8,7 @@ writes it.
 
 import itertools
 from collections import ChainMap, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,15 @@ from .weights_files import (
 )
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (HF name, tensor) -> tensor
+Key = tuple[str, int | None]  # (megatron's name with {} for the layer, the layer)
+LayerRows = Iterator[tuple[Row, int | None]]  # (row, the layer)
 # matrices with one row per token: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 # -- loading
 
 
-def fill(
-    models: Any, source: TensorSource, only: Container[tuple[str, int | None]] | None = None
-) -> None:
+def fill(models: Any, source: TensorSource, only: Container[Key] | None = None) -> None:
     """Copy weights from a TensorSource (weights_files.py) into this rank's parameters. Every rank
     must call it.
 
@@ -120,7 +120,7 @@ def check_names(config: Any, names: Set[str]) -> None:
             )
 
 
-def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
+def _names(rows: LayerRows) -> set[str]:
     """The Hugging Face tensor names in (row, layer) pairs."""
     return {hf.format(layer) for row, layer in rows for hf in row.hf}
 
@@ -253,9 +253,7 @@ def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> Named
 
 
 def iter_hf_tensors(
-    models: Any,
-    only: Container[tuple[str, int | None]] | None = None,
-    device: str | torch.device = "cpu",
+    models: Any, only: Container[Key] | None = None, device: str | torch.device = "cpu"
 ) -> NamedTensors:
     """On global rank 0, yield (HF name, copy on `device`) for the whole model, one at a time; on
     other ranks nothing.
@@ -297,7 +295,7 @@ def forms_of(models: Any) -> NamedTensors:
         yield from split(row, layer, form, config)
 
 
-def own_parameters(models: Any) -> dict[tuple[str, int | None], torch.Tensor]:
+def own_parameters(models: Any) -> dict[Key, torch.Tensor]:
     """{(megatron name, layer index): tensor} for this rank's weights, see global_parameter_names().
     Names have {} for the layer; the index is None outside the layers."""
     named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
@@ -310,7 +308,7 @@ def stacked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _exported(config: Any) -> Iterator[tuple[Row, int | None]]:
+def _exported(config: Any) -> LayerRows:
     """Yield the (row, layer) pairs of an export in layer order. A tied output layer is left out."""
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
@@ -318,9 +316,7 @@ def _exported(config: Any) -> Iterator[tuple[Row, int | None]]:
             yield row, layer
 
 
-def _locate(
-    parameters: dict[tuple[str, int | None], torch.Tensor],
-) -> Mapping[tuple[str, int | None], tuple[int, torch.Tensor]]:
+def _locate(parameters: dict[Key, torch.Tensor]) -> Mapping[Key, tuple[int, torch.Tensor]]:
     """{(megatron name, layer): (global rank that has its first shard, this shard as a meta tensor)}
     for the whole model, on every rank. Collective over all ranks."""
     here: dict[Any, Any] = {}
@@ -331,7 +327,7 @@ def _locate(
     return ChainMap(*parallel.gather_given(here).values())
 
 
-def in_layer_order(config: Any) -> Iterator[tuple[Row, int | None]]:
+def in_layer_order(config: Any) -> LayerRows:
     """Yield (row, layer) for each tensor of the whole model: the embedding, the layers one after
     another, then the final norm, the output layer and others outside the layers, with layer None.
 
