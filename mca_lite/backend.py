@@ -96,7 +96,7 @@ class Backend(abc.ABC):
         self, model: Any, of_logits: LossOfLogits | None = None
     ) -> list[torch.nn.Module]:
         """Freeze a model, such as a reference model or teacher, in place -> chunks for
-        forward_backward(forward_only=True). of_logits: a loss that replaces its cross entropy."""
+        forward(). of_logits: a loss that replaces its cross entropy."""
 
     def places(self, batch: Batch) -> torch.Tensor | None:
         """int64 [s / cp]: the positions in a batch's rows of the tokens that this context-parallel
@@ -139,7 +139,6 @@ class Backend(abc.ABC):
         self,
         forward_step: Callable[..., Any],
         micro_batches: list[Any],
-        seq_length: int,
         chunks: list[Any] | None = None,
     ) -> Metrics:
         """Run the schedule's forward pass only -> metrics per micro-batch; [] on pipeline stages
@@ -149,18 +148,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def add_gradients(
-        self,
-        forward_step: Callable[..., Any],
-        micro_batches: list[Any],
-        seq_length: int,
-        last: bool = False,
+        self, forward_step: Callable[..., Any], micro_batches: list[Any], last: bool = False
     ) -> Metrics:
         """Run the schedule forward and backward -> metrics per micro-batch, as from forward(). The
         gradients are added to the gradients of earlier calls, until finish_gradients() or
         discard_gradients() is called. Collective.
 
-        seq_length: the first micro-batch's number of positions. last: True in the last call before
-        finish_gradients(): its backward pass may then already reduce gradients over ranks."""
+        last: True in the last call before finish_gradients(): its backward pass may then already
+        reduce gradients over ranks."""
 
     @abc.abstractmethod
     def finish_gradients(
@@ -272,20 +267,12 @@ class Backend(abc.ABC):
         expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
     def forward_backward(
-        self,
-        forward_step: Callable[..., Any],
-        micro_batches: list[Any],
-        seq_length: int,
-        forward_only: bool = False,
-        chunks: Any = None,
+        self, forward_step: Callable[..., Any], micro_batches: list[Any]
     ) -> Metrics:
-        """Run a step's micro-batches -> metrics per micro-batch. With forward_only: forward(), with
-        its `chunks`. Otherwise also compute the gradients of a whole update, ready for step().
-        Collective."""
-        if forward_only:
-            return self.forward(forward_step, micro_batches, seq_length, chunks)
+        """Run a step's micro-batches, and compute the gradients of a whole update, ready for step()
+        -> metrics per micro-batch, as from forward(). Collective."""
         self.pending = None  # drop what a failed call may have left
-        metrics = self.add_gradients(forward_step, micro_batches, seq_length, last=True)
+        metrics = self.add_gradients(forward_step, micro_batches, last=True)
         self.finish_gradients()
         return metrics
 

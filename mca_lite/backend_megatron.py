@@ -318,11 +318,10 @@ class MegatronBackend(Backend):
         self,
         forward_step: Callable[..., Any],
         micro_batches: list[Any],
-        seq_length: int,
         chunks: list[Any] | None = None,
     ) -> Metrics:
         return self._run_schedule(
-            forward_step, micro_batches, seq_length, chunks or self.chunks, forward_only=True
+            forward_step, micro_batches, chunks or self.chunks, forward_only=True
         )
 
     def _begin_gradients(self, micro_batches: list[Any], first: bool) -> None:
@@ -341,26 +340,22 @@ class MegatronBackend(Backend):
         self,
         forward_step: Callable[..., Any],
         micro_batches: list[Any],
-        seq_length: int,
         chunks: Sequence[Any],
         forward_only: bool = False,
     ) -> Metrics:
+        size, length = micro_batches[0]["input_ids"].shape
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
             model=_one_or_all(chunks),
             num_microbatches=len(micro_batches),
-            seq_length=seq_length,
-            micro_batch_size=micro_batches[0]["input_ids"].shape[0],
+            seq_length=length,
+            micro_batch_size=size,
             forward_only=forward_only,
         )
 
     def add_gradients(
-        self,
-        forward_step: Callable[..., Any],
-        micro_batches: list[Any],
-        seq_length: int,
-        last: bool = False,
+        self, forward_step: Callable[..., Any], micro_batches: list[Any], last: bool = False
     ) -> Metrics:
         config = self.config
         usual = config.no_sync_func
@@ -374,7 +369,7 @@ class MegatronBackend(Backend):
                 config.no_sync_func = contextlib.nullcontext
                 for chunk in self.chunks:
                     stack.enter_context(chunk.no_sync())
-            metrics = self._run_schedule(forward_step, micro_batches, seq_length, self.chunks)
+            metrics = self._run_schedule(forward_step, micro_batches, self.chunks)
         config.no_sync_func = usual
         self._is_sent = last
         return metrics

@@ -384,7 +384,6 @@ class TorchBackend(Backend):
         self,
         forward_step: Callable[..., Any],
         micro_batches: list[Any],
-        seq_length: int,
         chunks: list[Any] | None = None,
     ) -> Metrics:
         [model] = chunks or self.chunks
@@ -421,11 +420,7 @@ class TorchBackend(Backend):
         return metrics, tokens
 
     def add_gradients(
-        self,
-        forward_step: Callable[..., Any],
-        micro_batches: list[Any],
-        seq_length: int,
-        last: bool = False,
+        self, forward_step: Callable[..., Any], micro_batches: list[Any], last: bool = False
     ) -> Metrics:
         first = self.pending is None
         if first:

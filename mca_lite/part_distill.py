@@ -475,12 +475,10 @@ class DistillTrainer(ScoredTrainer):
 
     # -- the teacher
 
-    def _run_teacher(
-        self, collect: Callable[..., Any], batches: list[Batch], seq_length: int = 0
-    ) -> list[Any]:
+    def _run_teacher(self, collect: Callable[..., Any], batches: list[Batch]) -> list[Any]:
         """Run the teacher over micro-batches. Returns collect(inputs, batch, output) for each
         micro-batch, where output is what the teacher gives instead of losses; [] on pipeline stages
-        before the last. Loads the teacher if it is not loaded. seq_length is not used. Collective.
+        before the last. Loads the teacher if it is not loaded. Collective.
         """
         self._need_teacher()
         step = collecting(self.backend, collect, self.inputs_of)

@@ -36,7 +36,7 @@ from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
 from .part_dpo_losses import Responses
 from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 from .part_scores_keys import REFERENCES
-from .step import collecting, measure, to_length
+from .step import collecting, measure, row_length, to_length
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
 from .trainer_evaluation import sum_documents
 
@@ -517,10 +517,10 @@ class DPOTrainer(ScoredTrainer):
 
     def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
         if self.train_config.use_ref_model:
-            micro_batches = self._with_reference_logps(micro_batches, seq_length)
-        return self._compared(micro_batches, seq_length) if self._of_batch else micro_batches
+            micro_batches = self._with_reference_logps(micro_batches)
+        return self._compared(micro_batches) if self._of_batch else micro_batches
 
-    def _with_reference_logps(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
+    def _with_reference_logps(self, micro_batches: list[Batch]) -> list[Batch]:
         """The micro-batches with the column "reference", the reference's log-probabilities of all
         documents. Pipeline stages before the last return them unchanged. Collective unless the
         reference is cached; then ValueError if the collator dropped the column.
@@ -534,36 +534,32 @@ class DPOTrainer(ScoredTrainer):
             return micro_batches
         models = self.ref_chunks or self.models
         run = functools.partial(self._reference_logps, models)
-        logps = self._score_pairs(micro_batches, seq_length, models, run)
+        logps = self._score_pairs(micro_batches, models, run)
         if logps is None:
             return micro_batches
         return _with_column(micro_batches, "reference", logps, len(SIDES))
 
     def _score_pairs(
-        self,
-        micro_batches: list[Batch],
-        seq_length: int,
-        models: Any,
-        run: Callable[..., list[torch.Tensor]],
+        self, micro_batches: list[Batch], models: Any, run: Callable[..., list[torch.Tensor]]
     ) -> torch.Tensor | None:
         """Log-probabilities [2 P] for the P pairs of all micro-batches, computed by
-        run(micro-batches, seq_length). Where the backend allows it, micro-batches are joined first,
+        run(micro-batches). Where the backend allows it, micro-batches are joined first,
         for fewer forward passes. None on pipeline stages before the last. Collective.
 
         models: the chunks that `run` uses.
         """
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
         joined = [to_length(self.backend, batch) for batch in joined]
-        logps = run(joined, seq_length)
+        logps = run(joined)
         return torch.cat(logps).flatten() if logps else None
 
     # -- the global batch
 
-    def _compared(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
+    def _compared(self, micro_batches: list[Batch]) -> list[Batch]:
         """The micro-batches with the column "of_batch": numbers about the global batch for the
         losses that need them. An evaluation does not change what such a loss remembers between
         steps. Collective."""
-        every, first = self._every_pair(micro_batches, seq_length)
+        every, first = self._every_pair(micro_batches)
         memory = self.state.objective
         if not torch.is_grad_enabled():
             memory = dict(memory)
@@ -577,7 +573,7 @@ class DPOTrainer(ScoredTrainer):
         return _with_column(micro_batches, "of_batch", own)
 
     @torch.no_grad()
-    def _every_pair(self, micro_batches: list[Batch], seq_length: int) -> tuple[Responses, int]:
+    def _every_pair(self, micro_batches: list[Batch]) -> tuple[Responses, int]:
         """(Responses with all pairs of the global batch, float64, the same on every rank; index of
         this data-parallel rank's first pair). micro_batches: this rank's. Collective.
 
@@ -587,7 +583,7 @@ class DPOTrainer(ScoredTrainer):
         logps = None
         if any(row.looks_ahead for row in self._rows.values()):
             run = functools.partial(self._log_probs, self.models)
-            logps = self._score_pairs(micro_batches, seq_length, self.models, run)
+            logps = self._score_pairs(micro_batches, self.models, run)
         own = {}
         rank = self.backend.dp_rank
         if self.backend.counts_tokens:
@@ -622,15 +618,15 @@ class DPOTrainer(ScoredTrainer):
         meanwhile. data_list: arranged micro-batches. seq_length, micro_batch_size: not used.
         Without dropout and gradients. Collective: the pipeline schedule's forward passes.
         """
-        logps = self._log_probs_of_reference(models, data_list, seq_length)
+        logps = self._log_probs_of_reference(models, data_list)
         names = [f"reference_{side}_logps" for side in SIDES]
         pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
         return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
 
-    def _log_probs(self, models: Any, batches: list[Batch], seq_length: int) -> list[torch.Tensor]:
+    def _log_probs(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
         """Log-probabilities of the real documents in each micro-batch, [documents], without dropout
         and gradients. [] on pipeline stages before the last. models: the chunks to run. batches:
-        arranged micro-batches. seq_length: not used. Collective: the pipeline schedule's forward
+        arranged micro-batches. Collective: the pipeline schedule's forward
         passes."""
 
         def collect(inputs: dict[str, Any], batch: Batch, losses: torch.Tensor) -> torch.Tensor:
@@ -640,19 +636,17 @@ class DPOTrainer(ScoredTrainer):
         step = collecting(self.backend, collect, self.inputs_of)
         return measure(self.backend, step, batches, models)
 
-    def _log_probs_of_reference(self, models: Any, *more: Any) -> list[torch.Tensor]:
+    def _log_probs_of_reference(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
         """Log-probabilities of the documents in each micro-batch, as from _log_probs, while the
         trained model's adapters are off. models, more: arguments of _log_probs. Collective."""
         with self.backend.finetuning.without(self.model):
-            return self._log_probs(models, *more)
+            return self._log_probs(models, batches)
 
-    def _reference_logps(
-        self, models: Any, batches: list[Batch], seq_length: int
-    ) -> list[torch.Tensor]:
+    def _reference_logps(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
         """Log-probabilities of (chosen, rejected) answers under the reference, [P, 2] for each
         micro-batch. [] on pipeline stages before the last. Collective.
         """
-        logps = self.compute_reference_log_probs(models, batches, seq_length) or ()
+        logps = self.compute_reference_log_probs(models, batches, row_length(batches[0])) or ()
         return [torch.stack(list(of_batch.values()), -1) for of_batch in logps]
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:

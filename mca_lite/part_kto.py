@@ -174,7 +174,7 @@ class KTOTrainer(DPOTrainer):
         """
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)
-        logps = self._log_probs(self.models, mismatched, row_length(mismatched[0]))
+        logps = self._log_probs(self.models, mismatched)
         sums = torch.zeros(2, device=parallel.device())
         # pipeline stages before the last have no log-probabilities
         for batch, of_batch in zip(both, logps, strict=False):
@@ -184,9 +184,7 @@ class KTOTrainer(DPOTrainer):
         kl = mean_of(total, count).clamp(min=0)
         return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
 
-    def _reference_logps(
-        self, models: Any, batches: list[Batch], seq_length: int
-    ) -> list[torch.Tensor]:
+    def _reference_logps(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
         """Log-probabilities under the reference of each answer and its mismatched document, [n, 2]
         for each micro-batch; [] on pipeline stages before the last. Answers and mismatched
         documents run separately, because a longer mismatched one would pad the answers. Collective.
@@ -194,7 +192,7 @@ class KTOTrainer(DPOTrainer):
         kinds = []
         for first in range(2):
             chosen = self._of_each_two(batches, first)
-            kinds.append(self._log_probs_of_reference(models, chosen, row_length(chosen[0])))
+            kinds.append(self._log_probs_of_reference(models, chosen))
         return [torch.stack(pair, -1) for pair in zip(*kinds, strict=True)]
 
     def _of_each_two(self, batches: list[Batch], first: int) -> list[Batch]:

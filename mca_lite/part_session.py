@@ -43,7 +43,7 @@ from .files import IGNORE_INDEX, PathLike
 from .loss_tokens import Logits
 from .model import VirtualModels
 from .part_session_weights import Weights
-from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length, scattered
+from .step import arrange, arrange_step, forward_step, measure, new_numbers, scattered
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, is_of_inputs
 from .trainer_events import Phases, check_given
 
@@ -628,7 +628,7 @@ class Session:
         with routes or contextlib.nullcontext():
             if trains:
                 self.backend.train_mode(True)
-                found = self.backend.add_gradients(run, batches, row_length(batches[0]), last)
+                found = self.backend.add_gradients(run, batches, last)
                 self._counts.add((loss.counts, loss.times))
                 self._is_closed = last
             else:

@@ -145,8 +145,7 @@ def compute_gradients(
     the trainer, or another object with its loss hooks. Collective."""
     backend.train_mode(True)
     backend.weigh_router_losses(micro_batches, objective._count_of_loss)
-    length = row_length(micro_batches[0])
-    return backend.forward_backward(forward_step, micro_batches, length)
+    return backend.forward_backward(forward_step, micro_batches)
 
 
 @torch.no_grad()
@@ -161,10 +160,7 @@ def measure(
     in_training = [chunk for chunk in running if chunk.training]
     for chunk in in_training:
         chunk.eval()
-    length = row_length(micro_batches[0])
-    results = backend.forward_backward(
-        forward_step, micro_batches, length, forward_only=True, chunks=running
-    )
+    results = backend.forward(forward_step, micro_batches, running)
     for chunk in in_training:
         chunk.train()
     return results

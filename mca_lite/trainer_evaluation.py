@@ -150,7 +150,7 @@ class Evaluator:
 
     def _steps(
         self, loader: Any, plan: BatchPlan
-    ) -> Iterator[tuple[int, list[dict[str, Any]], int, Numbers]]:
+    ) -> Iterator[tuple[int, list[Batch], int, Numbers]]:
         """Yield (step index, this rank's micro-batches, the first one's row length, Numbers with
         their token counts, 0 unless backend.counts_tokens) for each evaluation step. Collective if
         the layout needs one length on all ranks."""
@@ -161,7 +161,7 @@ class Evaluator:
             yield step, *trainer.read_step(batches, plan, step)
         trainer.loaders["eval_dataloader"] = None
 
-    def forward(self, forward_step: Callable[..., Any], batches: list[Batch], *_: Any) -> list[Any]:
+    def forward(self, forward_step: Callable[..., Any], batches: list[Batch]) -> list[Any]:
         """Run forward_step over micro-batches, without gradients, and notify callbacks -> one
         result per micro-batch; [] on pipeline stages before the last."""
         results = measure(self.backend, forward_step, batches)
@@ -169,28 +169,28 @@ class Evaluator:
         return results
 
     def passes(
-        self, dataset: Any, run: Callable[[list[dict[str, Any]], int], list[Any]]
+        self, dataset: Any, run: Callable[[list[Batch]], list[Any]]
     ) -> Iterator[list[tuple[list[int], Any]]]:
         """Run one pass over a dataset, and yield for each step a list [(sample indices, result)],
         with one pair per micro-batch of this rank, except those that only fill up the pipeline's
-        schedule. run(micro-batches, length): returns one result per micro-batch.
+        schedule. run(micro-batches): returns one result per micro-batch.
 
         On pipeline stages before the last the list is []. ValueError if a packed row's documents
         cannot be matched with its samples."""
         loader = self.loader_of(dataset)
         plan = loader.batch_sampler.plan
-        for step, batches, seq_length, _ in self._steps(loader, plan):
+        for step, batches, *_ in self._steps(loader, plan):
             chosen = [[n for n in numbers if n != FILLER] for numbers in plan.step(0, step)]
             # micro-batches without samples come after the chosen ones
             for numbers, batch in zip(chosen, batches, strict=False):
                 _check_documents(batch, numbers, self.trainer.documents_per_sample)
-            yield list(zip(chosen, run(batches, seq_length), strict=False))
+            yield list(zip(chosen, run(batches), strict=False))
 
     def by_sample(
         self, dataset: Any, run: Callable[..., Any], shape: tuple[int, ...]
     ) -> np.ndarray:
         """One pass over a dataset -> float64 [samples, *shape] on every rank, in dataset order.
-        run(micro-batches, length) gives one tensor [samples or more, *shape] per micro-batch; rows
+        run(micro-batches) gives one tensor [samples or more, *shape] per micro-batch; rows
         after its samples are ignored."""
         zeros = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
         found = []

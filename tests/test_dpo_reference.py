@@ -429,8 +429,9 @@ def scores(path, adapter, out, keys) -> tuple:
     trainer = DPOTrainer(load_adapter(model, adapter, 0.3), DPOConfig(), second, args)
     trainer.backend.train_mode(True)
 
-    def log_probs(chunks, batches, seq_length):
-        found = trainer.compute_reference_log_probs(chunks, batches, seq_length) or ()
+    def log_probs(chunks, batches):
+        length = batches[0]["input_ids"].shape[1]
+        found = trainer.compute_reference_log_probs(chunks, batches, length) or ()
         return [torch.stack(list(of_batch.values()), -1) for of_batch in found]
 
     found = []
