@@ -55,7 +55,8 @@ def documents_of(sample: Any) -> list[Mapping[str, Any]]:
         return [{**shared, **document} for document in documents]
     raise ValueError(
         'a sample is a list of documents {"input_ids", "labels"}, or one document, or a pair '
-        f'{{"chosen", "rejected"}} of them, and this one has {sorted(columns) or type(sample)}'
+        '{"chosen", "rejected"} of them, and this one has '
+        f"{sorted(map(str, columns)) or type(sample)}"
     )
 
 

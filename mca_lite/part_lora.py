@@ -139,12 +139,13 @@ class Lora(Finetuning):
         The reason: PEFT recognises stacked experts by module name alone, and so may take dense
         layers and shared experts for stacked experts.
         """
-        family = FAMILIES.get(str(arguments.model_config.get("model_type")))
+        config = arguments.model_config
+        family = FAMILIES.get(str(config.get("model_type", config.get("hf_model_type"))))
         has_experts = family is not None and any("[]" in row.mca for row in family.rows)
         is_lost = has_experts and any(map(_OF_MLPS.fullmatch, self.spec.modules))
         if not self.merges:
             return [_EXPERTS_IN_PEFT] * is_lost
-        words = part_lora_files.merged_into(arguments.model_config, self.base)
+        words = part_lora_files.merged_into(config, self.base)
         return [f"save_merged_model: {words}"] * bool(words)
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:

@@ -460,7 +460,8 @@ class McaTrainer(OtherNames):
         give other data when read again, and for a model that takes inputs other than text.
         """
         samples = self.train_dataset
-        is_same = isinstance(samples, list) or hasattr(samples_of(samples), "document_lengths")
+        lengths = getattr(samples_of(samples), "document_lengths", None)
+        is_same = isinstance(samples, list) or lengths is not None
         if not is_same or type(self.data_collator) is not Collator or self.limits.has_inputs:
             return
         epoch, first = divmod(self.state.position, plan.steps_per_epoch)

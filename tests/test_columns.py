@@ -98,6 +98,7 @@ LACKING = {"chosen": CHOSEN, "rejected": REJECTED, "weight": 1}
         ([{**PAIR, "chosen": {**CHOSEN, "reference": 1.0}}], r"reference in some .* at \[1\]"),
         ([LACKING, {**LACKING, "answer_label": 1}], r"samples at \[0\] .* no answer_label"),
         ([LACKING, {**LACKING, "rope_t": 0}], r"samples at \[0\] .* no rope_t"),
+        ([{1: 2, "a": 3}], "this one has .*'1', 'a'"),
     ],
 )
 def test_a_column_of_some_samples_is_not_lost(samples, said):

@@ -4,6 +4,7 @@ names.
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -388,3 +389,15 @@ def test_adapters_of_experts_that_ranks_share_are_refused_with_dropout_before_ra
     assert part_lora.plan(config, part_lora.LoraSpec(dropout=0.1, targets=("q_proj",))).modules
     with pytest.raises(ValueError, match="expert_tensor_parallel_size: 1, or lora_dropout: 0"):
         part_lora.plan(config, part_lora.LoraSpec(dropout=0.1, targets=("w2",)))
+
+
+@pytest.mark.parametrize(
+    "key", ["model_type", "hf_model_type"]
+)  # a checkpoint's config has another
+def test_adapters_on_mlps_beside_experts_have_a_note(key):
+    from mca_lite import part_lora
+
+    spec = part_lora.LoraSpec(modules=("model.layers.0.mlp.gate_proj",))
+    for kind, count in (("qwen3_moe", 1), ("qwen3", 0)):
+        arguments = SimpleNamespace(model_config={key: kind})
+        assert len(part_lora.Lora(spec).notes(arguments)) == count
