@@ -196,8 +196,7 @@ class Reader:
             labelled = self.objective.has_labels
             if labelled:
                 is_binary = self.objective.has_binary_labels
-                label = data_records.label_of(record, self.spec, where, is_binary)
-                values[ANSWER_LABEL] = label
+                values[ANSWER_LABEL] = data_records.label_of(record, self.spec, where, is_binary)
             if self.objective.joins_documents:
                 return document(record, self.spec, where), values
             options = (self.args.default_system, where, self.args.ignore_message_keys)

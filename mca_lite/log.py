@@ -238,8 +238,9 @@ def model_work(
         of_matrix = 0.0 if _is_embedding(module) else uses
         added += finetuning.work_beside(module, of_matrix, shape)
         whole += finetuning.trains(module) * of_matrix * math.prod(shape)
-    weights = (sizes.weights - whole, added + whole)
-    return ModelWork(*weights, sizes.core, beside, inputs, linear=sizes.linear)
+    return ModelWork(
+        sizes.weights - whole, added + whole, sizes.core, beside, inputs, linear=sizes.linear
+    )
 
 
 def partial_work(config: Any, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:

@@ -13,7 +13,7 @@ from . import parallel, weights_convert
 from .args import TrainingArguments
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
-from .families import rows_of
+from .families import FAMILIES, rows_of
 from .families_rows import TE_ALIASES, VALUE_HEAD
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, PathLike, describe_error
 from .finetuning import Finetuning
@@ -593,7 +593,8 @@ def load_torch_model(
     """The Hugging Face model in `dtype` on this rank's device, for the torch backend, for
     generate(), and as a reference in tests.
 
-    train_from_scratch: draw the weights from `seed`, as AutoModel.from_config does.
+    train_from_scratch: draw the weights from `seed`, as AutoModel.from_config does; those of a
+    model type outside FAMILIES as transformers does.
     vocab_size: number of tokens of the result, if larger than the folder's. config: transformers'
     config of the folder, if it was read before; it may be changed in place. ValueError if
     config.json cannot be used, if weights do not fit the model, or with train_from_scratch if
@@ -611,6 +612,9 @@ def load_torch_model(
         kwargs["attn_implementation"] = "eager"
     if train_from_scratch:
         grow(hf, vocab_size)
+        is_known = hf.model_type in FAMILIES
+        if not is_known:  # its norms may add 1 to their weights, or other tensors need their values
+            torch.manual_seed(seed)
         try:
             model = model_class(hf).from_config(hf, **kwargs)
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -618,7 +622,7 @@ def load_torch_model(
             raise ValueError(f"{words}: {describe_error(error)}") from error
         source = InitSource(hf.to_dict(), seed)
         with torch.no_grad():
-            for name, _, part in file_tensors(model):
+            for name, _, part in file_tensors(model) if is_known else ():
                 part.copy_(source.read(name))
     else:
         model, report = model_class(hf).from_pretrained(

@@ -275,8 +275,7 @@ class _Beside(torch.autograd.Function):
         columns = chunk.head.columns
         found = chunk.sums(student, columns, chunk.softcap, labels=True)
         found[2] = chunk.sums(teacher, chunk.common, cap)[0]
-        lse = chunk.logsumexp(found)
-        of_student, of_labels, of_teacher = lse
+        of_student, of_labels, of_teacher = chunk.logsumexp(found)
         at_label, places = chunk.values_at(student, chunk.labels[:, None])
         rows, width = student.shape
         sums = torch.empty(3, rows, dtype=torch.float32, device=student.device)

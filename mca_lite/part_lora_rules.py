@@ -246,11 +246,9 @@ def check_on_megatron(
     groups = config.num_query_groups
     tp = config.tensor_model_parallel_size
     _check_fused(spec, config.hf_model_type, rows, judge)
-    has_qkv = any(name.endswith("linear_qkv") for name in adapted)
-    has_shared = any(".shared_experts." in name for name in adapted)
     # ranks that share a query group would have unequal parts of q_proj, k_proj and v_proj
     judge.expect(
-        groups % tp == 0 or not has_qkv,
+        groups % tp == 0 or not any(name.endswith("linear_qkv") for name in adapted),
         "lora_target",
         f"adapters on q_proj, k_proj or v_proj of a model with {groups} query groups are not "
         f"supported for tensor_model_parallel_size {tp}",
@@ -269,7 +267,9 @@ def check_on_megatron(
     )
     # with overlap, other code does the communication of shared experts, without the adapters
     judge.expect(
-        tp == 1 or not config.moe_shared_expert_overlap or not has_shared,
+        tp == 1
+        or not config.moe_shared_expert_overlap
+        or not any(".shared_experts." in name for name in adapted),
         "lora_target",
         "adapters on shared experts that overlap with the dispatch are not supported under tensor "
         "parallelism",

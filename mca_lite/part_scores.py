@@ -228,8 +228,7 @@ class RowStore:
         """
         data = rows.tobytes()
         end = self.num_rows + len(rows)
-        crc = zlib.crc32(data)
-        name = f"{self.num_rows:012d}-{end:012d}-{self._before()}-{crc:08x}.rows"
+        name = f"{self.num_rows:012d}-{end:012d}-{self._before()}-{zlib.crc32(data):08x}.rows"
         path = Path(self.folder or "", name)
         if self.folder is not None:
             with _naming(self.folder):

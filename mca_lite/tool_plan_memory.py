@@ -130,8 +130,7 @@ class ModelTensors:
         if row.mca in VOCABULARY:
             shape[0] = config.padded_vocab_size
         self.total += math.prod(shape)
-        modules = modules_of(row, layer)
-        is_trained = any(map(self.finetuning.trains, modules))
+        is_trained = any(map(self.finetuning.trains, modules_of(row, layer)))
         self.total_trained += math.prod(shape) * is_trained
         shape = self._cut(row, shape)
         self._add(row, row.mca, layer, shape, is_trained, stage)

@@ -523,7 +523,8 @@ class InitSource:
         elif (
             last in ("dt_bias", "norm.weight")
             or name.startswith("model.visual.")
-            and (full.dim() == 1 and not name.endswith("bias"))
+            and full.dim() == 1
+            and not name.endswith("bias")
         ):  # these norms never add 1 to their weight
             full.fill_(1.0)
         elif full.dim() > 1 or name.endswith((".sinks", ".softmax_offset")):

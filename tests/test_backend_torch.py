@@ -122,3 +122,17 @@ def test_a_family_whose_routers_are_not_found_is_refused():
     )
     with pytest.raises(ValueError, match="has experts in . layers, and routers .* found in 0"):
         TorchRouters(model, args)
+
+
+def test_a_family_outside_the_table_starts_as_transformers_draws_it(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mca_lite.model import load_torch_model
+
+    config = AutoConfig.for_model("gemma", **SIZES, head_dim=8)
+    config.save_pretrained(tmp_path)
+    model = load_torch_model(str(tmp_path), train_from_scratch=True, seed=5)
+    torch.manual_seed(5)
+    wanted = AutoModelForCausalLM.from_config(config).state_dict()
+    assert not wanted["model.norm.weight"].any()  # it adds 1 to them
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
