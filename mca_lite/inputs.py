@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .args_values import as_list
-from .batch import Batch
 from .errors import Keys, expect
 from .families import FAMILIES, InputTensors
 from .parts import absent_rows, need_of
@@ -248,7 +247,7 @@ class Inputs:
             "reads them"
         )
 
-    def arrange(self, batch: Batch) -> Batch:
+    def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
         """An arranged batch (from batch.pack or split) with the columns of inputs that this rank
         needs. Raises ValueError for inputs that the model does not take. Base class: the batch
         unchanged, ValueError for any input."""
@@ -267,7 +266,7 @@ class Inputs:
     # -- on plain torch
 
     def for_transformers(
-        self, batch: Batch, inputs: dict[str, Any], positions: Any, is_padding: Any
+        self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
         """(keyword arguments, position_ids) for a transformers model's forward pass. inputs: the
         batch's columns for the model, which may be changed in place. positions: the position ids
