@@ -155,7 +155,8 @@ def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     if values.is_floating_point():
         is_held = bool((values.isfinite() | ~given.isfinite()).all())
     else:
-        is_held = bool((values == given).all())
+        # torch compares no uint16 with int64
+        is_held = bool((values.double() == given.double()).all())
     has_shape = values.shape[:1] == (length,) and values.dim() == 1 + column.more_dims
     expect(
         has_shape and is_held,
@@ -563,7 +564,7 @@ class _Filled(Dataset):
         if not fillers.any():
             return batch
         for key, value in ("labels", IGNORE_INDEX), ("attention_mask", 0):
-            if key in batch:
+            if key in batch and batch[key] is not None:
                 # labels may be the same tensor as input_ids
                 column = torch.as_tensor(batch[key]).clone()
                 expect(

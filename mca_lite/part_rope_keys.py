@@ -42,7 +42,7 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
     text = text_values(config)
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     expect(isinstance(own, dict), f"expected a mapping in config.json, got {own!r}")
-    own = dict(own)
+    own = {name: value for name, value in own.items() if value is not None}
     before = own.pop("type", "default")
     before = own.pop("rope_type", before)
     before = "longrope" if before == "su" else before  # the name in older files of Phi
@@ -70,7 +70,10 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
             raise ValueError(f"{name}: {error}, got {value!r}") from None
         least = 1 if name in ("factor", BEFORE) else 0
         numbers = fields[name] if name in _LISTS else [fields[name]]
-        expect(min(numbers) >= least, f"{name}: expected at least {least}, got {value!r}")
+        expect(
+            min(numbers, default=least) >= least,
+            f"{name}: expected at least {least}, got {value!r}",
+        )
     why = "transformers reads any scaling of phi3 as longrope: expected rope_type longrope, with "
     why += "short_factor and long_factor"
     expect(kind == "longrope" or text.get("model_type") != "phi3", why)

@@ -257,7 +257,8 @@ def _plan_tokenizer(
     line = f"vocabulary: {show_count(new, 'new token')}"
     if size > old:
         _grow(planned, size)
-        line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
+        line += f", {old:,} -> {size:,} rows"
+        line += "; a new row begins as the mean of the old ones" * (not planned.from_scratch)
     line += finetuning_class(arguments.finetuning).take_new_tokens(arguments)
     return tokenizer, new, [line]
 

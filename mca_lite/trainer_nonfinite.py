@@ -171,8 +171,8 @@ class FiniteGuard:
 
     def check_weights(self, when: str, model: Any = None) -> None:
         """Raise NotFiniteError on every rank if a weight on any rank is not finite; nothing if the
-        guard is off. when: the moment, for the message. model: None for the trainer's. Collective;
-        one device sync."""
+        guard is off. when: the moment, for the message. model: None for the trainer's.
+        Collective."""
         if not self.is_on:
             return
         bad = _first_bad(_named(model or self.trainer.model, "parameters"))

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,6 +85,17 @@ def test_a_column_that_cannot_be_is_refused_by_name(changes, said):
     document = {"input_ids": [1, 2, 3], "labels": [2, 3, 4], **changes}
     with pytest.raises(ValueError, match=said):
         collated(document)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_may_be_unsigned_as_in_files_of_other_programs(dtype):
+    row = np.array([1, 2, 3, 2**16 - 1], dtype)
+    batch = collated({"input_ids": row[:-1], "labels": row[1:], "weight": row[:1].repeat(3)})
+    assert batch["labels"].tolist() == [[2, 3, 65535]] and batch["labels"].dtype == torch.int64
+    assert batch["weight"].tolist() == [[1.0, 1.0, 1.0]]
+    with pytest.raises(ValueError, match="labels of a sample: expected int64"):
+        huge = np.array([2, 3, 2**64 - 1], "uint64")
+        collated({"input_ids": row[:-1], "labels": huge, "weight": 1})
 
 
 LACKING = {"chosen": CHOSEN, "rejected": REJECTED, "weight": 1}

@@ -763,6 +763,9 @@ def test_a_filler_is_sample_0_without_labels():
     batches = list(make_loader([10, 11, 12, 13, 14], batch_of, plan, num_epochs=1))
     assert [batch["input_ids"].flatten().tolist() for batch in batches] == [[12, 13], [10, 10]]
     assert [batch["labels"].flatten().tolist() for batch in batches] == [[12, 13], [-100, -100]]
+    without = lambda samples: {**batch_of(samples), "attention_mask": None}  # noqa: E731
+    [_, last] = make_loader([10, 11, 12, 13, 14], without, plan, num_epochs=1)
+    assert last["labels"].flatten().tolist() == [-100, -100]
 
 
 def test_a_loader_started_later_goes_on_where_the_other_was():

@@ -170,6 +170,9 @@ def test_numbers_that_are_not_given_are_the_model_s():
     config = dict(PLAIN, rope_scaling={"type": "mrope", "mrope_section": [1, 1]})
     scale("yarn", dict(model_type="qwen2_vl", text_config=config), 40)
     assert config["rope_parameters"]["mrope_section"] == [1, 1]
+    own = {"type": "longrope", **TWO, "factor": None}
+    config = dict(PLAIN, **SIZES, rope_scaling=own, original_max_position_embeddings=8)
+    assert scale({"rope_type": "longrope"}, config, 40)["factor"] == 2
 
 
 @pytest.mark.parametrize(
@@ -180,6 +183,7 @@ def test_numbers_that_are_not_given_are_the_model_s():
         ({"factor": 2}, {}, "expected rope_type linear, llama3, yarn"),
         ({"rope_type": "dynamic"}, {}, "got 'dynamic'"),
         ({"rope_type": "longrope"}, SIZES, "longrope: expected short_factor"),
+        ({"rope_type": "longrope", **TWO, "short_factor": []}, SIZES, "longrope: expected short"),
         ({"rope_type": "longrope", **TWO, "long_factor": [2]}, SIZES, "expected 2 numbers, .* got"),
         ({"rope_type": "longrope", **TWO, "short_factor": [0, "x"]}, SIZES, "short_factor: exp"),
         ({"rope_type": "yarn"}, {}, "expected a factor"),
