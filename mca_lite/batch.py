@@ -117,7 +117,8 @@ def _with_masks(batch: Batch) -> Batch:
     batch = {**batch, "attention_mask": mask, "padding_mask": mask == 0}
     for name, column in registered_columns().items():
         if column.per == "token" and name in batch:
-            batch[name] = batch[name].masked_fill(mask == 0, column.padding)
+            is_padding = mask.view(*mask.shape, *[1] * column.more_dims) == 0
+            batch[name] = batch[name].masked_fill(is_padding, column.padding)
     return batch
 
 

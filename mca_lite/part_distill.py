@@ -330,7 +330,7 @@ class DistillTrainer(ScoredTrainer):
 
     config_class = DistillConfig
     scorer = "teacher"
-    scorer_key = "teacher_model_name_or_path"
+    scorer_key = "teacher_model_name_or_path, teacher_top_k and distill_temperature"
     kind = "teacher"
     row_unit = "token"
     part_rows = 65_536

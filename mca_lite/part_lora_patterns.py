@@ -66,7 +66,7 @@ def place_of(module: str) -> Place | None:
 
 
 def is_named(parameter: str, targets: Iterable[str]) -> bool:
-    """True if one of PEFT's target_parameters is a parameter's name, or the end of it."""
+    """True if one of PEFT's target_parameters is a parameter's name, or its end after a dot."""
     return any(f".{parameter}".endswith(f".{target}") for target in targets)
 
 

@@ -261,7 +261,7 @@ def thumbnail(image: Any) -> str:
 @dataclass(kw_only=True)
 class Vision(Media):
     """Reads the images of records, their sizes and pixels, and places them among the tokens, for
-    one model. Picklable. Methods without a docstring are described in Media.
+    one model. Picklable. Media describes those of its methods that have no docstring here.
 
     folder: the model's, with its image processor's settings.
     block: the text that stands for an image in a conversation; contains its placeholder once.

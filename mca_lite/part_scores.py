@@ -297,8 +297,8 @@ class ScoredTrainer(McaTrainer):
     """Base class of trainers that learn from another model's scores of their samples, such as a
     reference model's (DPO) or a teacher's (distillation). Scores that are computed before training
     are rows in a RowStore. Subclasses set the attributes: config_class (made if train_config is
-    None), scorer (the other model's name in reports), scorer_key (the configuration key that sets
-    this model), kind (the rows' name on disk and in checkpoints), row_unit (what a row describes:
+    None), scorer (the other model's name in reports), scorer_key (the configuration keys that decide
+    its scores), kind (the rows' name on disk and in checkpoints), row_unit (what a row describes:
     "pair", "token"), part_rows (about how many rows are written at once) and row_type (a row's
     dtype).
 
@@ -421,11 +421,12 @@ class ScoredTrainer(McaTrainer):
     def _is_same(self, logps: Any, others: Any) -> bool:
         """True if log-probabilities from two passes over the same samples are equal up to rounding:
         numpy's allclose with rtol and atol 0.03 in half precision, or for rows stored in it;
-        otherwise 0.001.
+        otherwise 0.001. False if their shapes differ.
         """
         is_half = self.row_type["logps"].base.itemsize < 4
         share = 3e-2 if self.args.bf16 or self.args.fp16 or is_half else 1e-3
-        return bool(np.allclose(logps, others, rtol=share, atol=share))
+        is_alike = np.shape(logps) == np.shape(others)
+        return is_alike and np.allclose(logps, others, rtol=share, atol=share)
 
     # -- around the loop
 

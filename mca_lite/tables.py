@@ -602,13 +602,14 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
     """Add a column, such as a weight per token, to samples and micro-batches. fields: those of
     Column.
 
-    Loss hooks get it in `batch`, on the rank's device: [b, s] per token, sharded like the tokens;
-    [n] per document or sample.
+    Loss hooks get it in `batch`, on the rank's device: [b, s] per token, sharded like the tokens
+    ([b, s, ...] with more_dims); [n] per document or sample.
 
     In a Python dataset, a document gives a number, or for a column per token a list as long as its
     tokens. In files, a record gives a number. Records without it take the dataset's value: `values`
-    of its entry in dataset_info.json, or of_dataset. One number applies to all tokens of a
-    document. A document without a value raises ValueError, unless the column has a default.
+    of its entry in dataset_info.json, or of_dataset. Without more_dims one number applies to all
+    tokens of a document. A document without a value raises ValueError, unless the column has a
+    default.
 
     Call it on every rank before the data is read. ValueError for a name that exists or an unknown
     `per`.

@@ -343,7 +343,9 @@ def _dtype_of(folder: Path) -> Any:
     values = read_json(folder / HF_CONFIG_NAME)
     # quantised weights are read in bf16
     default = "bfloat16" if values.get("quantization_config") else "float32"
-    name = values.get("dtype") or values.get("torch_dtype") or default
+    texts = text_values(values)  # models with pictures may have it there alone
+    named = (of.get(key) for of in (values, texts) for key in ("dtype", "torch_dtype"))
+    name = next(filter(None, named), default)
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
             f"{folder}: dtype {name} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"

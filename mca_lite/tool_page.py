@@ -372,9 +372,9 @@ tr > th:first-child { width: 14rem; }
 {% macro table(rows, only_differing=false) %}
 <table>{% if several %}<tr><th></th>{% for run in runs %}<th>{{ run.name }}</th>{% endfor %}</tr>
 {% endif %}
-{% for name, texts in rows.items() if not only_differing or texts|unique|list|length > 1 %}
+{% for name, texts in rows.items() if not only_differing or texts|unique(true)|list|length > 1 %}
 <tr><th>{{ name }}</th>{% for text in texts %}
-<td>{% if texts|unique|list|length > 1 %}<b>{{ text }}</b>{% else %}{{ text }}{% endif %}</td>
+<td>{% if texts|unique(true)|list|length > 1 %}<b>{{ text }}</b>{% else %}{{ text }}{% endif %}</td>
 {%- endfor %}</tr>
 {% endfor %}</table>
 {% endmacro %}

@@ -53,6 +53,15 @@ def test_columns_of_pairs_are_those_of_documents_and_samples_in_a_packed_row():
     assert of_rank["weight"].tolist() == [[2, -1, 1, -1] * 2] and of_rank["score"].shape == (4,)
 
 
+def test_a_column_of_several_numbers_per_token_is_padded_as_a_whole():
+    register_column("colours", more_dims=1, padding=-1)
+    long, short = ({**CHOSEN, "weight": 1}, {**REJECTED, "score": 0.0})
+    batch = Collator(9)([long | {"colours": [[1, 2]] * 3}, short | {"colours": [[3, 4]] * 2}])
+    packed = pack(batch, document_multiple=3)
+    assert packed["colours"].tolist() == [[[1, 2]] * 3 + [[3, 4]] * 2 + [[-1, -1]]]
+    assert split(filled(batch))["colours"][2].tolist() == [[-1, -1]] * 3
+
+
 def test_columns_of_pairs_in_rows_leave_out_the_rows_that_fill():
     rows = split(filled(collated(PAIR)), 2, 9)
     assert rows["weight"].tolist() == [[2, 2, 2], [1, 3, -1], [-1] * 3, [-1] * 3]

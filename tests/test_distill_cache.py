@@ -658,6 +658,13 @@ def refused_runs(student, teacher, other, out) -> list[str]:
         made = (lambda *args, **keys: make(*args, **keys, **more)) if more else make
         return refusal(train, student, f"{out}/run", trainer_class=made, steps=2)
 
+    def resumed_with_more(first, then):
+        keys = dict(steps=2, save_steps=1, save_strategy="steps")
+        train(student, f"{out}/saved", trainer_class=first, **keys)
+        keys |= dict(steps=3, resume_from_checkpoint="auto")
+        return refusal(train, student, f"{out}/saved", trainer_class=then, **keys)
+
+    more = dict(PLAIN, top_k=5, cache=f"{out}/five")
     whole = attempt(cached)
     for folder in Path(out, "rows").iterdir():
         [_, *others] = sorted(folder.glob("*.rows"))
@@ -670,6 +677,7 @@ def refused_runs(student, teacher, other, out) -> list[str]:
         attempt(dict(PLAIN), given=False),
         attempt(dict(cached, cache=f"{out}/more", top_k=62)),
         attempt(cached, data_collator=forgetful),
+        resumed_with_more(maker(teacher, cached, "megatron"), maker(teacher, more, "megatron")),
     ]
 
 
@@ -686,6 +694,7 @@ def test_what_cannot_be_is_refused(folder, tmp_path):
             "distillation needs its teacher here",
             "at most 61",
             'the data collator dropped "teacher_row"',
+            "teacher_top_k and distill_temperature back to go on",
         ],
         strict=True,
     ):

@@ -212,6 +212,15 @@ def test_convert_gives_the_same_bytes_through_a_checkpoint(spelled, tmp_path):
         assert_same_bytes(tensors(tmp_path / name), tensors(path))
 
 
+def test_convert_keeps_a_dtype_that_config_json_names_for_the_text_alone(tmp_path):
+    path = pictures.save_model(tmp_path / "hf", "qwen3_vl", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf/config.json").read_text())  # as the hub's Qwen3-VL
+    config["text_config"]["dtype"] = config.pop("dtype")
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    assert world.run(converted, 1, {"back": path}, str(tmp_path)) == [[0, 0]]
+    assert_same_bytes(tensors(tmp_path / "back"), tensors(path))
+
+
 def drawn(paths: dict, out: str, **keys) -> None:
     """The models of config.json files alone, their weights drawn from a seed."""
     from mca_lite.model import AutoModel

@@ -284,7 +284,7 @@ def test_parts_of_a_loss_are_drawn_beside_their_evaluations(tmp_path):
 def test_a_page_of_several_runs_shows_what_differs(tmp_path):
     runs = [make_run(tmp_path / name, [3.0, loss]) for name, loss in (("a", 2.0), ("b", 1.0))]
     for run, seed in zip(runs, (1, 2), strict=True):
-        (run / "config.yaml").write_text(f"seed: {seed}\nbf16: true\n")
+        (run / "config.yaml").write_text(f"dataset: {'Aa'[seed - 1]}\nseed: {seed}\nbf16: true\n")
         answer = {"prompt": "p", "before": "x", "expected": "y1", "answer": f"y{seed}"}
         (run / "generations.jsonl").write_text(json.dumps(answer) + "\n")
     root = parse(page([RunFolder(run) for run in runs]))
@@ -294,6 +294,7 @@ def test_a_page_of_several_runs_shows_what_differs(tmp_path):
     assert texts(chart, "span", "c1") == [f"— {b}: loss 1.0000"]
     rows = [texts(row, "*")[1:] for row in root.iter("tr")]
     rows = [[*dict.fromkeys(row)] for row in rows]
+    assert ["dataset", "A", "a"] in rows
     assert ["seed", "1", "2"] in rows and not any(row[0] == "bf16" for row in rows)
     assert ["prompt", "expected", "before", f"after, {a}", f"after, {b}"] in rows
     assert texts(root, "td", "right") == ["y1"]  # of b's the answer is another
