@@ -362,7 +362,7 @@ class LoraAdapter(Adapter):
             )
         elif self.cut == COLUMN:
             low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
-        return low * self.scale
+        return (low * self.scale).to(low.dtype)
 
     def factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scale * A hidden, this rank's B), for an output layer, whose chunked loss multiplies
