@@ -257,10 +257,10 @@ def check_batch(
     """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
     if they are absent, and without position_ids, harmless columns such as token_type_ids, and
     unknown columns without values. Raises ValueError for other unknown columns, for unread or
-    missing ones, wrong shapes of input_ids, labels or attention_mask, padding on the left, labels
-    of padding, labels that look unshifted, more than `limits` allow (ids are compared with the
-    vocabulary on the CPU alone), and, unless `packs`, for several documents in a row or
-    position_ids other than 0, 1, 2, ....
+    missing ones, wrong shapes of input_ids, labels or attention_mask, padding on the left, document
+    numbers that fall, labels of padding, labels that look unshifted, more than `limits` allow (ids
+    are compared with the vocabulary on the CPU alone), and, unless `packs`, for several documents
+    in a row or position_ids other than 0, 1, 2, ....
 
     packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
     this package that the stage's loss does not read.
@@ -291,9 +291,12 @@ def check_batch(
         " of all: in the mask 1 for a token and 0 for padding, or with sequence_packing: true the "
         "number of each token's document in its row, in place of a mask of 4 dimensions",
     )
+    after = mask[:, 1:]
+    before = mask[:, :-1]
     expect(
-        not ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any(),
-        "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'",
+        not ((after != 0) & ((before == 0) | (after < before))).any(),
+        "attention_mask has padding on the left, or numbers of documents that fall: set the "
+        "tokenizer's padding_side to 'right', and number a row's documents 1, 2, 3, ...",
     )
     expect(
         packs or not (mask > 1).any(),

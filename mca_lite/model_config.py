@@ -298,7 +298,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.pipeline_model_parallel_layout = layout = self._balanced_layout()
         if isinstance(layout, str) and (more or "m" in layout):
             # in megatron's syntax, m is a multi-token prediction layer; they precede the loss, L
-            layout = re.sub(r"m(\*\d+)?", "", layout)
+            layout = re.sub(r",|m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
         judge = Judge(self)
         self._choose_layers(judge)

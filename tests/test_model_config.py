@@ -285,6 +285,18 @@ def test_a_config_saved_on_one_rank_takes_a_pipeline(tmp_path):
     assert again.distribute_config_match(config)
 
 
+def test_a_layout_may_have_commas_beside_layers_for_multi_token_prediction():
+    config = McaModelConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=8,
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et*3,|t*1,L,",
+        mtp_num_layers=1,
+    )
+    assert config.pipeline_model_parallel_layout.input_data == "Et*3|t*1mL"
+
+
 @pytest.mark.parametrize("vpp", [None, 2])
 def test_virtual_stages_of_a_layout_switch_p2p_as_those_of_the_key_do(vpp):
     # batched p2p mixes up the two messages of interleaved stages without an error

@@ -391,6 +391,7 @@ def with_batch(path: str, out: str, changes: dict) -> str:
         ({"labels": None}, "labels"),
         ({"labels": torch.ones(1, 3, dtype=torch.long)}, "have the shapes"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding_side"),
+        ({"attention_mask": torch.tensor([[1, 2, 1, 1]])}, "numbers of documents that fall"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids"),
         ({"pixel_values": torch.ones(1, 3)}, "the model reads text: its config.json has no"),
         ({"input_ids": torch.full((1, 4), 61)}, "from 61 to 61: expected 0 to 60"),
