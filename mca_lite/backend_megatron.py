@@ -364,13 +364,13 @@ class MegatronBackend(Backend):
         if first:
             self.pending = torch.zeros((), dtype=torch.int, device=parallel.device())
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, config, "no_sync_func", usual)  # after an error too
             if not last:
                 # megatron's schedule would end no_sync before the last micro-batch of each call
                 config.no_sync_func = contextlib.nullcontext
                 for chunk in self.chunks:
                     stack.enter_context(chunk.no_sync())
             metrics = self._run_schedule(forward_step, micro_batches, self.chunks)
-        config.no_sync_func = usual
         self._is_sent = last
         return metrics
 

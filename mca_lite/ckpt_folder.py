@@ -390,10 +390,10 @@ def find(
     is_new = choice in (None, False)
 
     def tidy() -> None:
+        _clean(args.output_dir)  # first: it may give a checkpoint its name back
         if is_new:
             for old in check_new(args):
                 shutil.rmtree(_named_old(old))  # renamed first: none is seen half deleted
-        _clean(args.output_dir)
 
     parallel.on_main(tidy, CheckpointError)
     if is_new:

@@ -109,7 +109,8 @@ def label_of(record: Any, spec: DatasetSpec, where: str, is_binary: bool) -> flo
 
 
 def _check_finite(name: str, value: float, where: str) -> None:
-    is_finite = abs(value) <= sys.float_info.max  # an int may be too large for a float
+    # an int may be too large for a float
+    is_finite = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
     expect(is_finite, f"{where}: {name!r} is {value!s:.40}: expected a finite number")
 
 
@@ -570,7 +571,7 @@ def prompt_and_answer(
     if messages and messages[-1]["role"] == "assistant":
         answer = messages.pop()["content"]
     expect(messages, f"{where}: it has no message to answer: give the user's message")
-    system = record.get("system") or default_system
+    system = get_column(record, "system", where, required=False) or default_system
     if system and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, _message("system", system))
     of_columns = media.values_of(record, spec.columns, where)

@@ -500,7 +500,8 @@ class Session:
         backend.expect_weighted_losses()
         self._limits = Limits.of(backend.hf_config or {})
         self._counts: set[tuple[str, float]] = set()  # (counts, times) of the pending calls' losses
-        self._is_closed = False  # True after a call with last=True, until the update
+        # True after a call with last=True, or a pass that failed, until the update or discard()
+        self._is_closed = False
 
     # -- passes
 
@@ -561,7 +562,8 @@ class Session:
         own: each data-parallel replica passes its own samples, as for log_probs; the sum then
         covers the samples of all replicas.
         ValueError for an unknown loss or parameter, for invalid samples, after a call with
-        last=True, and for dropout with a loss that compares log-probabilities of two passes.
+        last=True or one whose pass failed, and for dropout with a loss that compares
+        log-probabilities of two passes.
         """
         return self._run(samples, loss_of(loss, numbers), True, last, own)
 
@@ -610,8 +612,8 @@ class Session:
         Collective."""
         expect(
             not (trains and self._is_closed),
-            "forward_backward after last=True: its gradients are reduced already: call optim_step, "
-            "or discard",
+            "forward_backward after last=True, or after a call that failed: the gradients are "
+            "reduced already, or not whole: call optim_step, or discard",
         )
         self.backend.expect_here("a pass", *_ALL if trains else ("model",))
         if trains:
@@ -628,8 +630,11 @@ class Session:
         with routes or contextlib.nullcontext():
             if trains:
                 self.backend.train_mode(True)
+                counts = self._counts | {(loss.counts, loss.times)}
+                self._counts = set()
+                self._is_closed = True  # if the pass fails
                 found = self.backend.add_gradients(run, batches, last)
-                self._counts.add((loss.counts, loss.times))
+                self._counts = counts
                 self._is_closed = last
             else:
                 found = measure(self.backend, run, batches)

@@ -292,6 +292,15 @@ def test_what_a_dead_run_left_half_done_is_put_right(model_path, run_of_four, ru
     assert not list(run_folder_copy.glob(".checkpoint*"))
 
 
+def test_a_new_run_does_not_begin_beside_a_checkpoint_that_gets_its_name_back(tmp_path):
+    small_checkpoint(tmp_path / "checkpoint-4").rename(tmp_path / ".checkpoint-4.replaced")
+    with pytest.raises(ckpt_folder.CheckpointError, match="the newest checkpoint-4"):
+        find_checkpoint(tmp_path, None)
+    (tmp_path / "checkpoint-4").rename(tmp_path / ".checkpoint-4.replaced")
+    assert find_checkpoint(tmp_path, None, overwrite=True)[0] is None
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "ranks, keys", [(1, {}), (2, DIST_OPT), (2, PP2), (2, dict(backend="torch"))]
 )

@@ -210,6 +210,11 @@ def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_pa
     (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {**entry, "values": {"w": 7}}}))
     with pytest.raises(ValueError, match="dataset 'a': values {'w': 7}: expected registered"):
         load_datasets(DataArguments(dataset=["a"], **keys), "pt", byte_tokenizer())
+    info = {"a": {**entry, "values": {"weight": [7]}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:1: 'weight' is \[7\]: expected a finite number"):
+        load_datasets(DataArguments(dataset=["a"], **keys), "pt", byte_tokenizer())
     wrong = {
         '"much"': "b.jsonl:1: .*'weight': expected a number, got 'much'",
         "NaN": "b.jsonl:1: .*'weight' is nan: expected a finite number",  # the cache's "no value"

@@ -473,3 +473,6 @@ def test_a_record_without_a_message_to_answer_is_refused(messages):
     record, spec = {"messages": messages}, DatasetSpec("a.jsonl")
     with pytest.raises(ValueError, match="a.jsonl:1: it has no message to answer"):
         prompt_and_answer(record, spec, "openai", None, "a.jsonl:1")
+    record = {"messages": [user("a question")], "system": 5}
+    with pytest.raises(ValueError, match="a.jsonl:1: 'system': expected a text, got 5"):
+        prompt_and_answer(record, spec, "openai", None, "a.jsonl:1")

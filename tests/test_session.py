@@ -207,7 +207,7 @@ def test_packing_fills_rows_of_cutoff_len_by_best_fit(oracle):
 
 def last_calls(folder: str, keys: dict) -> tuple:
     """(norm of an update by two calls, the same with last=True, of one after a discarded last one,
-    metrics of a forward pass, of a training pass)."""
+    of one after a failed call, metrics of a forward pass, of a training pass)."""
     samples = [{name: one[name] for name in ("input_ids", "labels")} for one in tiny.samples(7)]
     session = session_tools.new_session(folder, **keys)
     norms = []
@@ -219,6 +219,21 @@ def last_calls(folder: str, keys: dict) -> tuple:
     session.discard()
     session.forward_backward(samples, "cross_entropy", last=True)
     norms.append(session.optim_step(**session_tools.STILL).grad_norm)
+    fails = iter((None, RuntimeError))  # in the second micro-batch
+
+    def fail(*_):
+        if error := next(fails):
+            raise error
+
+    session.forward_backward(samples[:3], "cross_entropy")
+    with session.backend.chunks[0].register_forward_hook(fail), pytest.raises(RuntimeError):
+        session.forward_backward(samples, "cross_entropy")
+    refused = session_tools.refusal(session.forward_backward, samples, "cross_entropy")
+    assert "after a call that failed" in refused
+    assert "without gradients" in session_tools.refusal(session.optim_step)
+    session.discard()
+    session.forward_backward(samples, "cross_entropy", last=True)
+    norms.append(session.optim_step(**session_tools.STILL).grad_norm)
     return norms, session.forward(samples[3:]).sums["loss"], found.sums["loss"]
 
 
@@ -226,7 +241,7 @@ def last_calls(folder: str, keys: dict) -> tuple:
 def test_a_last_call_reduces_once(oracle, layout):
     ranks, keys = LAYOUTS[layout]
     for norms, measured, trained in world.run(last_calls, ranks, oracle, keys):
-        assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)
+        assert norms == pytest.approx([norms[0]] * 5, rel=1e-6)
         assert measured == pytest.approx(trained, rel=1e-6)
 
 
