@@ -322,8 +322,9 @@ class SafetensorsSource:
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """Read a tensor, or the slice `part` of it. Only the bytes of `part` are read from the
-        file, with two exceptions: a quantised weight is read in whole blocks or rows, and where
-        gate and up rows of experts alternate in one tensor, both are read."""
+        file, with exceptions: a quantised weight is read in whole blocks or rows; where gate and up
+        rows of experts alternate in one tensor, both are read; and of an adapter's matrix for the
+        experts of a layer together, more is read."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
@@ -492,8 +493,8 @@ class InitSource:
     """Random initial weights, for train_from_scratch. Each tensor is drawn from a seed and its
     Hugging Face name, so every parallel layout gets the same values.
 
-    Matrices and sinks are normal with the config's initializer_range; norm weights are 1, or 0 in
-    families of FAMILIES that add 1 to them; biases are 0. A_log and dt_bias of linear attention
+    Matrices and sinks are normal with the config's initializer_range; norm weights are 1, or 0
+    where a family of FAMILIES adds 1 to them; biases are 0. A_log and dt_bias of linear attention
     differ.
     """
 
@@ -744,5 +745,6 @@ def carried_tensors(
     unused = [name for name in tensors.names() if is_unused(name, hf_config, num_trained)]
     # prediction layers may repeat embedding and head: these copies get the new tokens too
     copies = [name for name in unused if name.endswith((".embed_tokens.weight", ".head.weight"))]
-    grown = GrownSource(tensors, copies, hf_config.get("vocab_size", 0))
+    vocab_size = text_values(hf_config).get("vocab_size", 0)
+    grown = GrownSource(tensors, copies, vocab_size)
     yield from ((name, grown.read(name)) for name in unused)

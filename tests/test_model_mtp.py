@@ -705,6 +705,18 @@ def test_copies_of_embedding_and_head_that_are_carried_grow_with_the_vocabulary(
     assert carried and all(value.equal(original[name]) for name, value in carried.items())
 
 
+def test_a_copy_of_the_embedding_beside_a_vision_tower_is_carried(hybrids, tmp_path):
+    from mca_lite.weights_files import carried_tensors
+
+    name = "mtp.embed_tokens.weight"
+    copy = torch.randn(tiny.VOCAB, 32)
+    path = changed(
+        hybrids("qwen3_5")[0], tmp_path / "model", lambda values: values.update({name: copy})
+    )
+    config = json.loads((Path(path) / "config.json").read_text())
+    assert dict(carried_tensors(path, config))[name].equal(copy)
+
+
 def test_layers_that_cannot_be_carried_any_more_are_missed(path):
     from mca_lite.weights_files import carried_tensors
 
