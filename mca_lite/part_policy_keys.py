@@ -27,7 +27,7 @@ class PolicyArguments(ArgumentGroup):
     it is computed from the rewards of a group of answers, or for opd 0. The reference of the KL
     penalty is the column ref_logprobs; if it is missing, the model before training, or for adapters
     without modules_to_save their base model. For a stream nothing is computed. "opd" is on-policy
-    distillation from a teacher.
+    distillation from a teacher, whose column ref_logprobs must be there.
     """
 
     policy_loss: str | None = optional(

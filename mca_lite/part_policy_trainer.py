@@ -138,7 +138,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _prepare_samples(self, samples: Any) -> Any:
         """The samples with the columns that the loss needs and they lack: advantages from the
         rewards of a group, and log-probabilities under the model before training. A stream, and
-        samples prepared before, are returned unchanged. ValueError if a column cannot be computed.
+        samples prepared before, are returned unchanged. ValueError if a column cannot be computed,
+        such as a teacher's log-probabilities.
         All ranks must call it.
         """
         if isinstance(samples, (Stream, Computed)):
@@ -148,6 +149,11 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         view = Computed(samples, config, _columns(first))
         if "advantage" in config.required and "advantage" not in first:
             view.advantages = self._advantages(samples)
+        expect(
+            config.name != "opd" or "ref_logp" in first,
+            "opd learns from a teacher, and the samples have no ref_logp: expected the teacher's "
+            "log-probabilities, in records ref_logprobs",
+        )
         has_sampler = config.sampler_correction is not None
         expect(
             not has_sampler or "sampler_weight" not in first,

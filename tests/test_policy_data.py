@@ -169,6 +169,7 @@ def test_wrong_numbers_of_a_sampler_are_refused_in_words(tmp_path):
     [found] = world.run(refusals_of_a_sampler, 1, str(tmp_path))
     assert "old_logp of sample 1 has the shape [1]: expected one number, or [4]" in found[0]
     assert "sampler_correction computes the weights of tokens, and the samples have" in found[1]
+    assert "opd learns from a teacher, and the samples have no ref_logp" in found[2]
 
 
 def refusals_of_a_sampler(folder: str) -> list[str]:
@@ -178,8 +179,13 @@ def refusals_of_a_sampler(folder: str) -> list[str]:
     session = session_tools.new_session(folder)
     good = dict(input_ids=[1, 2, 3, 4], labels=[-100, 3, 4, 5], advantage=1.0, old_logp=[-1.0] * 4)
     found = []
-    for samples in [good, good | dict(old_logp=[-1.0])], [good | dict(sampler_weight=1.0)] * 2:
-        config = PolicyConfig(sampler_correction="token_mask")
+    correction = dict(sampler_correction="token_mask")
+    for samples, keys in (
+        ([good, good | dict(old_logp=[-1.0])], correction),
+        ([good | dict(sampler_weight=1.0)] * 2, correction),
+        ([good] * 2, dict(name="opd")),
+    ):
+        config = PolicyConfig(**keys)
         given = dict(args=session.args, train_dataset=samples, backend=session.backend)
         trainer = PolicyTrainer(session.model, config, **given)
         found.append(refusal(second_sample, trainer))
