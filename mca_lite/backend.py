@@ -341,6 +341,7 @@ class Backend(abc.ABC):
         """
         if self.statistics_of_routers is None or not self.losses_of_routers.on:
             return
+        self.statistics_of_routers.weights.clear()  # a Session may have left some
         counts = [count_real_micro_batches(micro_batches), sum(map(count_of_loss, micro_batches))]
         numbers = torch.tensor(counts, dtype=torch.float32)
         numbers = parallel.to_device(numbers, parallel.device())

@@ -351,3 +351,24 @@ def test_routes_are_read_from_base64_with_a_shape():
     ):
         with pytest.raises(ValueError, match="routes: expected"):
             read_routes(wrong)
+
+
+def weights_after_a_trainer(folder: str) -> tuple[int, int]:
+    """(weights of router losses by micro-batch after a Session's call, after a trainer's steps)."""
+    from mca_lite import McaTrainer
+
+    session = session_tools.new_session(folder, moe_aux_loss_coeff=0.1, max_steps=1)
+    session.forward_backward(documents(), "cross_entropy")
+    session.optim_step(**session_tools.STILL)
+    weights = session.backend.statistics_of_routers.weights
+    before = len(weights)
+    session.args.output_dir = f"{folder}/out"
+    given = dict(train_dataset=documents(), backend=session.backend)
+    McaTrainer(session.model, session.args, **given).train()
+    return before, len(weights)
+
+
+def test_a_trainer_forgets_the_weights_of_router_losses_of_a_session(tmp_path):
+    tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
+    [(before, after)] = world.run(weights_after_a_trainer, 1, str(tmp_path))
+    assert before and not after
