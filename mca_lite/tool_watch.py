@@ -64,7 +64,7 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
     """One screen as text lines: runs as columns, as many side by side as fit into `columns`
     characters, but at least one."""
     per_line = max(1, (columns - _NAME) // _COLUMN)
-    width = min(_COLUMN, columns - _NAME)
+    width = min(_COLUMN, max(2, columns - _NAME))
     lines: list[str] = []
     for start in range(0, len(runs), per_line):
         rows = beside(_cells(run, width - 2) for run in runs[start : start + per_line])

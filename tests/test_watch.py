@@ -157,6 +157,7 @@ def test_a_narrow_frame_has_them_below_each_other_and_keeps_whole_sparklines(tmp
     assert max(map(len, lines)) <= 36
     rows = [line for line in lines if line.startswith("loss ")]
     assert [row[32:] for row in rows] == [sparkline(losses, 2)] * 2 == ["█▁"] * 2
+    assert len(frame(runs, 1)) == len(lines)
 
 
 def test_a_sparkline_has_the_first_and_the_last_value_at_its_ends():
