@@ -77,7 +77,7 @@ HF_LAYERS = "model.layers.{}."
 
 
 def _row(mca: str, modules: str, kind: str, of: str = "weight", **more: Any) -> Row:
-    """A Row for a tensor in each decoder layer. mca: megatron's module ("mlp.linear_fc2"). modules:
+    """A Row for a tensor of decoder layers. mca: megatron's module ("mlp.linear_fc2"). modules:
     Hugging Face's modules, separated by spaces ("mlp.down_proj"). of: "weight" or "bias". more:
     other fields of Row."""
     hf = tuple(f"{HF_LAYERS}{name}.{of}" for name in modules.split())

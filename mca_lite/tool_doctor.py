@@ -126,9 +126,9 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Report cores, GPUs, their free memory and which models fit. Fewer GPUs than ranks on this
-    machine, or GPUs of which torch sees none, are a problem; less than 90 % free memory on a GPU is
-    a warning."""
+    """Report cores, GPUs, their free memory and which models fit. If this machine has GPUs, it is a
+    problem if torch sees none, or fewer than ranks; less than 90 % free memory on a GPU is a
+    warning."""
     import psutil
     import torch
 

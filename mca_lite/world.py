@@ -265,7 +265,7 @@ def _take_from_slurm() -> None:
 
 
 def _first_host() -> str:
-    """The host of SLURM's task 0, or "" if unknown.
+    """The first host of SLURM's step, by default that of task 0; "" if unknown.
 
     It is read from a variable that only srun sets. SLURM_NTASKS exists in a batch script too, where
     a single process would wait for tasks that nobody starts."""
