@@ -13,7 +13,7 @@ from tests.tools import fuzz
 @pytest.mark.full
 def test_random_configurations_train_as_on_torch_or_are_refused_in_time(tmp_path):
     found = fuzz.run(40, seed=0, folder=tmp_path)
-    assert fuzz.FAILED not in found and found[fuzz.SAME] > 15
+    assert fuzz.FAILED not in found and found[fuzz.SAME] + found[fuzz.ONE] > 15
 
 
 def test_a_seed_and_a_number_decide_a_configuration():
@@ -24,6 +24,9 @@ def test_a_seed_and_a_number_decide_a_configuration():
     for name in "tensor_model pipeline_model virtual_pipeline_model context expert_model".split():
         assert f"{name}_parallel_size" in drawn
     assert {"packing", "neat_packing", "ref_model", "recompute_modules"} <= drawn
+    assert {"recompute_keep", "activation_offloading", "mlp_chunk_size", "use_weighting"} <= drawn
+    of_adapters = "rank_pattern alpha_pattern modules_to_save target_parameters quantization_bit"
+    assert {"mtp_num_layers", "freeze_extra_modules", *of_adapters.split()} <= drawn
     assert {case.keys["stage"] for case in cases} == {*fuzz.STAGES}
     assert {case.model for case in cases} == {*fuzz.DENSE, *fuzz.EXPERTS}
 

@@ -39,7 +39,17 @@ LORA_TARGETS = [["all"], ["q_proj", "v_proj"], ["k_proj", "embed_tokens", "lm_he
 STAGES = ("pt", "sft", "dpo", "kto", "rm", "distill")
 # half of them compare the pairs of a global batch
 LOSSES = ("orpo", "simpo", "ipo", "hinge", "cpo", "bco_pair", "kto_pair", "aot", "aot_unpaired")
+# further ones, {pref_loss: keys that it reads or needs}
+MORE_LOSSES = {
+    "sigmoid_norm": {}, "discopop": {"discopop_tau": 0.2}, "nca_pair": {}, "sppo_hard": {},
+    "robust": {"dpo_label_smoothing": 0.2}, "exo_pair": {"dpo_label_smoothing": 0.1},
+    "bco_pair_unshifted": {}, "apo_zero": {}, "apo_down": {}, "sft": {},
+}  # fmt: skip
 OF_ANSWERS = ("dpo", "kto", "rm")
+# families with layers for multi-token prediction, and how many of them their files can have
+AHEAD = {"deepseek_v3": 2, "glm4_moe": 2, "glm4_moe_plain": 2, "glm4_moe_lite": 2}
+AHEAD |= {"qwen3_next": 1, "qwen3_5_text": 1, "qwen3_5_moe_text": 1}
+LATENT = ("deepseek", "glm4_moe_lite", "youtu")
 TYPES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 REFUSED, SAME, ONE, FAILED = "refused", "same as torch", "same as one rank", "failed"
 
@@ -75,6 +85,16 @@ class Draw:
         self._memory()
         if self.case.has_experts:
             self._experts()
+        # drawn apart, so that what stands above stays what it was for a seed and a number
+        self.rng = random.Random(f"{seed}/{number}/more")
+        self._more_model()
+        self._more_memory()
+        if self.case.keys["stage"] == "dpo":
+            self._more_losses()
+        if self.case.keys.get("finetuning_type") == "lora":
+            self._more_adapters()
+        elif self.case.keys.get("finetuning_type") == "freeze":
+            self._more_frozen()
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -231,6 +251,101 @@ class Draw:
         if is_full and keys["stage"] in ("pt", "sft") and chance(0.15):
             # tiny models' files hold no such layers; plain torch has none: one rank is the oracle
             keys.update(train_from_scratch=True, mtp_num_layers=1)
+
+    def _more_model(self) -> None:
+        """Gated delta nets, sinks and multi-token prediction, more often than by their share."""
+        case, one, chance = self.case, self.one, self.chance
+        if chance(0.2):
+            experts = ("qwen3_next", "qwen3_5_moe_text", "gpt_oss")
+            case.model = one(*experts) if case.has_experts else "qwen3_5_text"
+            case.sizes.pop("tie_word_embeddings", None)
+            case.keys.pop("moe_router_bias_update_rate", None)
+        tp = case.layout.get("tensor_model_parallel_size", 1)
+        if case.sizes.get("num_key_value_heads", tp) % tp and chance(0.7):
+            # most of these would be refused
+            case.sizes.update(num_attention_heads=4, num_key_value_heads=4, hidden_size=32)
+        of_answers = case.keys["stage"] in OF_ANSWERS
+        if case.model in AHEAD and chance(0.15 if of_answers else 0.6):
+            # tiny models' files hold no such layers
+            case.keys["mtp_num_layers"] = one(1, 1, AHEAD[case.model])
+            case.keys["train_from_scratch"] = True
+
+    def _more_memory(self) -> None:
+        layout, one, chance = self.case.layout, self.one, self.chance
+        if chance(0.25):
+            layout["recompute_granularity"] = "full"
+            layout.pop("recompute_modules", None)
+        if layout["recompute_granularity"] == "full":
+            layout["recompute_keep"] = one(None, "core_attn")
+            layout["activation_offloading"] = chance(0.4)
+        if chance(0.25):
+            layout["mlp_chunk_size"] = one(1, 3, 8, 50)
+
+    def _more_losses(self) -> None:
+        keys, one, chance = self.case.keys, self.one, self.chance
+        if chance(0.3):
+            keys["pref_loss"] = one(*MORE_LOSSES)
+            keys.pop("dpo_label_smoothing", None)
+            keys.update(MORE_LOSSES[keys["pref_loss"]])
+            if keys["pref_loss"] == "sft":
+                keys.pop("ref_model", None)
+                keys.pop("pref_beta")
+        elif chance(0.2):
+            keys["pref_loss"] = ["sigmoid", one("ipo", "simpo", "cpo", "bco_pair", "sft")]
+            keys["pref_loss_weights"] = one(None, [0.7, 0.4])
+        if keys["pref_loss"] in ("sigmoid", "sigmoid_norm", "hinge", "robust") and chance(0.3):
+            keys["f_divergence_type"] = one("forward_kl", "js_divergence", "alpha_divergence")
+        if chance(0.2):
+            keys["ld_alpha"] = one(0.0, 0.6)
+        if chance(0.2):
+            keys["use_weighting"] = True
+
+    def _more_adapters(self) -> None:
+        case, keys, one, chance = self.case, self.case.keys, self.one, self.chance
+        tied = case.sizes.get("tie_word_embeddings")
+        if chance(0.2):
+            keys["lora_target"] = one(["embed_tokens"], ["o_proj", "embed_tokens"], ["lm_head"])
+        if case.has_experts and chance(0.3):
+            keys["target_parameters"] = one(
+                ["mlp.experts.gate_up_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            )
+        # a pattern has to name a module with an adapter
+        last = keys["lora_target"][-1]
+        module = "o_proj" if last.startswith("all") else last
+        some = rf".*\.1\..*{module}" if module.endswith("proj") else f".*{module}"
+        if chance(0.3):
+            keys["rank_pattern"] = one({module: 2}, {some: 5})
+        if chance(0.3):
+            keys["alpha_pattern"] = one({module: 3.0}, {some: 5.0})
+        if not tied and chance(0.3):
+            keys["modules_to_save"] = one(
+                ["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"], ["norm"],
+                ["post_attention_layernorm"],
+            )  # fmt: skip
+            targets = [name for name in keys["lora_target"] if name not in keys["modules_to_save"]]
+            keys["lora_target"] = targets or ["o_proj"]
+        if not case.model.startswith(LATENT) and chance(0.35):
+            # blocks of 64 numbers in the rows of each rank
+            case.sizes.update(num_attention_heads=16, num_key_value_heads=one(2, 4, 16))
+            case.sizes.update(hidden_size=128, intermediate_size=128)
+            if case.model in AHEAD and not case.model.startswith("glm4"):  # delta nets
+                case.sizes["linear_value_head_dim"] = 16
+            if case.has_experts:
+                case.sizes["moe_intermediate_size"] = 128
+            if case.model.startswith(("qwen2_moe", "qwen3_next", "qwen3_5_moe", "flint")):
+                case.sizes["shared_expert_intermediate_size"] = 128
+            keys["quantization_bit"] = one(4, 8)
+            if keys["quantization_bit"] == 4:
+                keys["quantization_type"] = one(None, "nf4", "mxfp4")
+
+    def _more_frozen(self) -> None:
+        keys, one, chance = self.case.keys, self.one, self.chance
+        if chance(0.6):
+            keys["freeze_trainable_modules"] = one(["self_attn"], ["mlp"], ["input_layernorm"])
+        if chance(0.5):
+            keys["freeze_extra_modules"] = one(
+                ["embed_tokens"], ["norm"], ["lm_head"], ["norm", "lm_head"]
+            )
 
 
 # -- running ---------------------------------------------------------------------------------------
