@@ -131,7 +131,7 @@ def run_ours(shape, answers, mbs, steps, lora=0, packed=False) -> tuple[Watch, i
     return watch, tokens_of(found), norms
 
 
-class _Stub(types.ModuleType):
+class Stub(types.ModuleType):
     """A module whose classes are empty."""
 
     def __getattr__(self, name: str):
@@ -146,7 +146,7 @@ def import_trl():
     """TRL's GRPOTrainer; what it imports for files of data, where it is missing, is empty."""
     for name in ("datasets", "pandas"):
         if importlib.util.find_spec(name) is None:
-            sys.modules[name] = _Stub(name)
+            sys.modules[name] = Stub(name)
             sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
             sys.modules[name].__version__ = "4.7.0"
     from trl import GRPOConfig, GRPOTrainer
@@ -158,7 +158,7 @@ def _dataset(rows: list[dict]):
     """The rows as an instance of datasets.Dataset, or of what stands in for it."""
     import datasets
 
-    if isinstance(datasets, _Stub):
+    if isinstance(datasets, Stub):
         made = type(
             "Rows", (list, datasets.Dataset), {"column_names": ["prompt"], "cache_files": []}
         )
