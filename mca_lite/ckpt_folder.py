@@ -61,10 +61,10 @@ def hold(output_dir: PathLike) -> Iterator[None]:
     """Keep other runs out of output_dir while this context is open; make the folder if it is
     missing.
 
-    The main rank locks a file, if the file system has locks; the lock ends with the process. At the
-    end that rank removes the folder if it holds nothing else. Contexts may be nested. Raises
-    OutputFolderError if another run trains in the folder, if it cannot be written, or if the nodes
-    do not share it. Collective on entry."""
+    If the file system has locks, the main rank locks a file, and at the end removes the folder if
+    it holds nothing else; the lock ends with the process. Contexts may be nested: the outermost
+    one counts. Raises OutputFolderError if another run trains in the folder, if it cannot be
+    written, or if the nodes do not share it. Collective on entry."""
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:
         is_new = parallel.on_main(lambda: _take(folder, held), OutputFolderError)

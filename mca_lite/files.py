@@ -430,7 +430,7 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 def describe_error(error: BaseException) -> str:
     """An error's text for users. It says "disk full" if a disk or quota is. The error's type is
     named, unless it is a UserError, ValueError or OSError with a text. An error of torch's archive
-    reader or writer counts as the OSError in its context, or as one of a full disk."""
+    writer counts as the OSError in its context, or as one of a full disk."""
     if "inline_container" in str(error):
         # torch's archive writer hides the operating system's error
         full = OSError("a file could not be written whole: No space left on device, or a limit")

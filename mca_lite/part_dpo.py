@@ -159,7 +159,8 @@ def _choose_reference(config: DPOConfig, model: Any, ref_model: Any) -> str | No
 class DPOTrainer(ScoredTrainer):
     """Train on preference pairs. A sample has two documents {"input_ids", "labels"} with shifted
     labels, the chosen answer's before the rejected one's, as a list or as {"chosen", "rejected"}.
-    With sequence_packing, samples may also be packs (lists) of pairs.
+    With sequence_packing, samples may also be packs (lists) of pairs; with a cached reference only
+    those of data_batches.Packs.
 
     train_config: a DPOConfig; None: its defaults.
     ref_model: for reference "model", a second model of the backend's kind, which gets frozen; it

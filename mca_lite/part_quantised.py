@@ -180,10 +180,10 @@ class Quantised(torch.Tensor):
     """A frozen weight [.., k] in a quantised format, with codes and scales from quantise(). Its
     dtype is that to which the values are rounded when dequantised.
 
-    detach, select along axis 0, and view of the leading axes share its memory; copy_ quantises
-    plain values; other in-place methods raise NotImplementedError. Other operators get a
-    dequantised copy, whole(), which they change if they work in place (torch._foreach_mul_, out=);
-    a copy to the meta device has no values.
+    detach, select along axis 0 of several axes, and view of the leading axes share its memory;
+    copy_ quantises plain values; other in-place methods that change values, such as mul_, raise
+    NotImplementedError. Other operators get a dequantised copy, whole(), which they change if they
+    work in place (torch._foreach_mul_, out=); a copy to the meta device has no values.
     """
 
     @staticmethod
@@ -279,7 +279,7 @@ class Quantised(torch.Tensor):
         None for operators that need the dequantised weight."""
         if function in (_aten.detach.default, _aten.alias.default):
             return self._with(*self.parts)
-        if function is _aten.select.int and args[1] == 0:
+        if function is _aten.select.int and args[1] == 0 and self.dim() > 1:
             return self._with(*(part[args[2]] for part in self.parts))
         if function is _aten.view.default and args[1][-1] == self.shape[-1]:
             lead = args[1][:-1]

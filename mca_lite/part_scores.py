@@ -297,10 +297,10 @@ class ScoredTrainer(McaTrainer):
     """Base class of trainers that learn from another model's scores of their samples, such as a
     reference model's (DPO) or a teacher's (distillation). Scores that are computed before training
     are rows in a RowStore. Subclasses set the attributes: config_class (made if train_config is
-    None), scorer (the other model's name in reports), scorer_key (the configuration keys that decide
-    its scores), kind (the rows' name on disk and in checkpoints), row_unit (what a row describes:
-    "pair", "token"), part_rows (about how many rows are written at once) and row_type (a row's
-    dtype).
+    None), scorer (the other model's name in reports), scorer_key (the configuration keys that
+    decide its scores), kind (the rows' name on disk and in checkpoints), row_unit (what a row
+    describes: "pair", "token"), part_rows (about how many rows are written at once) and row_type (a
+    row's dtype).
 
     train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
     ConfigError for keys that do not fit together.

@@ -155,7 +155,8 @@ def measure(
     """Run forward passes over micro-batches, in evaluation mode and without gradients -> the third
     result of each loss_func; [] on pipeline stages before the last.
 
-    chunks: the chunks to run; None: the trained model's. Training mode is restored. Collective."""
+    chunks: the chunks to run; None: the trained model's. Training mode is restored, unless a pass
+    fails. Collective."""
     running = chunks or backend.chunks
     in_training = [chunk for chunk in running if chunk.training]
     for chunk in in_training:

@@ -100,6 +100,7 @@ def test_a_parameter_is_written_read_and_viewed_by_experts(form, monkeypatch):
     assert torch.equal(room[..., :64], wanted) and not room[..., 64:].any()
     x = torch.randn(4, 64).bfloat16()
     assert torch.equal(x @ parameter.detach()[1, 0].t(), x @ wanted[1, 0].t())
+    assert parameter[1, 0, 2, 3] == wanted[1, 0, 2, 3]
     assert parameter.nbytes == weight.numel() * FORMS[form].bytes_of_number
 
 
