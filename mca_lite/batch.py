@@ -343,6 +343,7 @@ class RowLayout:
         return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
+    @torch.inference_mode(False)
     def documents(self) -> torch.Tensor:
         """int64 [t]: for each token of the whole row the index of its document."""
         length = len(self.index if self.order is None else self.order)
@@ -350,6 +351,7 @@ class RowLayout:
         return torch.bucketize(places, self.borders[1:], right=True)
 
     @functools.cached_property
+    @torch.inference_mode(False)
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """Arguments for a varlen attention kernel: (cu_seqlens of queries, cu_seqlens of keys, key
         indices, longest query segment, longest key segment).
@@ -370,6 +372,7 @@ class RowLayout:
         return cu_q, cu_k, places, int(queries.max()), int(keys.max())
 
     @functools.cached_property
+    @torch.inference_mode(False)
     def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
         """(cu_seqlens int32, longest document). The number of documents and the longest length are
         rounded up to few sizes, so that a kernel compiled for fixed shapes serves many rows; empty
@@ -412,6 +415,7 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 @functools.lru_cache(16)  # most pipelines have fewer micro-batches in flight
+@torch.inference_mode(False)  # backward refuses tensors that were made in inference mode
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
     """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
     Tensors for attention are on `device`. Raises ValueError if cp_size is above 1 and a document

@@ -108,6 +108,7 @@ def rope_frequencies(
 
 
 @functools.lru_cache(2)
+@torch.inference_mode(False)  # as in batch.row_layout
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -402,6 +402,23 @@ def test_a_batch_that_would_train_wrong_is_refused(model_path, tmp_path, changes
     assert words in world.run(with_batch, 1, model_path, str(tmp_path), changes)[0]
 
 
+def train_after_inference(path: str, out: str) -> float:
+    from mca_lite import AutoModel, TrainingArguments
+
+    model = AutoModel.from_pretrained(path, TrainingArguments(output_dir=out))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.inference_mode():
+        wanted = model(ids, labels=ids)
+    losses = model(ids, labels=ids)
+    assert torch.equal(losses, wanted)
+    losses.sum().backward()
+    return max(float(p.grad.abs().max()) for p in model.parameters())
+
+
+def test_a_model_trains_after_a_forward_pass_in_inference_mode(model_path, tmp_path):
+    assert world.run(train_after_inference, 1, model_path, str(tmp_path))[0] > 0
+
+
 def test_a_dataset_without_a_length_is_refused(model_path, tmp_path):
     assert "with a length" in world.run(with_dataset, 1, model_path, str(tmp_path))[0]
 
