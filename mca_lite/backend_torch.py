@@ -67,7 +67,8 @@ class TorchRouters:
         self.bias_rate = args.moe_router_bias_update_rate
         self.statistics: RouterStatistics | None = None
         self.padding_mask: torch.Tensor  # for the next forward pass
-        self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        # None outside of a training pass of this backend: others may run the same model
+        self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
         self._modules: dict[int, torch.nn.Module] = {}
         values = values_of(config)
         experts = values.get("num_moe_experts")
@@ -103,7 +104,7 @@ class TorchRouters:
             )
 
     def _keep(self, layer: int, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if self._outputs is not None and module.training:
             logits, _, experts = output
             self._outputs.append((layer, logits, experts))
 
@@ -111,14 +112,14 @@ class TorchRouters:
         """Set the padding mask of the next forward pass: bool [b, s], True for padding. Forgets
         what earlier passes collected."""
         self.padding_mask = padding_mask
-        self._outputs = []
+        self._outputs = [] if torch.is_grad_enabled() else None
 
     def losses_of_pass(self) -> torch.Tensor | float:
         """The sum of the balancing losses in the last training forward pass, which is one
         micro-batch, times statistics.loss_weight; 0.0 if there are none. Also counts the chosen
         experts for the log and for bias updates."""
         total = 0.0
-        for layer, logits, experts in self._outputs:
+        for layer, logits, experts in self._outputs or ():
             real = ~self.padding_mask
             counts = self.statistics.count(layer, experts, real)
             self._counts[layer] += counts[:, :-1].sum(0)
@@ -127,7 +128,7 @@ class TorchRouters:
                 total = total + self.statistics.losses(
                     layer, self.losses, None, of_rows, real.t(), self._topk, self._scores
                 )
-        self._outputs = []
+        self._outputs = None
         return total
 
     @torch.no_grad()
@@ -502,8 +503,7 @@ class TorchBackend(Backend):
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))
 
     def step(self) -> tuple[bool, float, int | None]:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        grads = [p.grad for p in parameters]
+        grads = self._gradients()
         if not grads:  # a text step, and only the vision tower is trained
             return True, 0.0, None
         if self._scaler:
@@ -517,7 +517,7 @@ class TorchBackend(Backend):
         if self.rejects(float(grad_norm)):
             return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(
-            parameters, self._max_grad_norm or float("inf"), grad_norm
+            self.model.parameters(), self._max_grad_norm or float("inf"), grad_norm
         )
         zeros = sum(int((g == 0).sum()) for g in grads) if self.args.log_num_zeros_in_grad else None
         with self._timers("update"):

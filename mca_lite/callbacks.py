@@ -289,6 +289,9 @@ class BestModel(TrainerCallback):
 
     _last_saved: tuple[int, str] = (-1, "")
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._last_saved = (-1, "")  # not that of an earlier call of train()
+
     def on_evaluate(
         self,
         args: Keys,

@@ -540,8 +540,11 @@ class Session:
         with this result as their column "routes" use these experts; this call ignores that column.
         ValueError if the model has no experts, or is a transformers model."""
         routes = function_of("part_routes:Routes")(self.backend, is_recording=True)
-        samples = [{k: sample[k] for k in sample if k != "routes"} for sample in samples]
-        self._run(samples, _Plain(), False, refuses_more=False, routes=routes)
+        without: Any = [
+            [{k: one[k] for k in one if k != "routes"} for one in documents_of(sample)]
+            for sample in samples
+        ]
+        self._run(without, _Plain(), False, refuses_more=False, routes=routes)
         return routes.recorded()
 
     def forward(self, samples: Samples, loss: str = "cross_entropy", **numbers: Any) -> Output:
@@ -872,6 +875,7 @@ class Session:
 
 
 def _only_document(sample: Mapping[str, Any]) -> dict[str, Any]:
+    [sample] = documents_of(sample)
     return {
         name: sample[name]
         for name in sample

@@ -237,8 +237,9 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def migrated(form: str, values: dict[str, Any]) -> list[Line]:
-    """One Line per key of the file, in order. Lines follow for absent keys whose default in the
-    other trainer differs from this package's. form: name of that trainer. values: {key: raw value}
+    """One Line per key of the file, in order. Lines follow for absent keys for which the trainer's
+    table has a row, mostly because its default differs from this package's. form: name of that
+    trainer. values: {key: raw value}
     of the file."""
     rows = [Row(*found) for found in ROW.findall(ROWS[form])]
     tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
@@ -249,7 +250,7 @@ def migrated(form: str, values: dict[str, Any]) -> list[Line]:
         row = next((row for row in rows if row.takes(key, value, tags)), None)
         lines.append(_checked(_line(row, key, value), taken))
     for row in rows:
-        is_absent = row.values == "absent" and row.keys not in values
+        is_absent = "absent" in row.values.split(",") and row.keys not in values
         if is_absent and row.takes(row.keys, "absent", tags | {*map(str, taken.values())}):
             line = _line(row, row.keys, "left out")
             if not taken.keys() & line.keys.keys():

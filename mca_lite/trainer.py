@@ -260,7 +260,9 @@ class McaTrainer(OtherNames):
         self.was_trained = True
         micro_batches = list(data_iterator)
         if any("padding_mask" not in batch for batch in micro_batches):
-            micro_batches = arrange_step(self.backend, self, self._checked(micro_batches))
+            given = self._checked(micro_batches)
+            micro_batches = arrange_step(self.backend, self, given)
+            self.backend.weigh_micro_batches(micro_batches, len(given) * self.backend.dp_size)
         micro_batches = self.prepared(micro_batches)
         self.guard.start_step(micro_batches)
         metrics = compute_gradients(self.backend, self, self.forward_step, micro_batches)
@@ -552,8 +554,14 @@ class McaTrainer(OtherNames):
     def notify(self, event: str, **kwargs: Any) -> None:
         """Call the method named `event`, such as "on_step_end", of each callback. A result other
         than None replaces `control`."""
-        kwargs.update(self.loaders, trainer=self, model=self.model, processing_class=self.tokenizer)
-        kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
+        kwargs.update(
+            **self.loaders,
+            trainer=self,
+            model=self.model,
+            processing_class=self.tokenizer,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+        )
         with self.phases.of["callbacks"]:
             for callback in self.callbacks:
                 answer = getattr(callback, event)(self.args, self.state, self.control, **kwargs)

@@ -105,6 +105,29 @@ def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
     )
 
 
+def test_routers_keep_nothing_of_another_backends_passes():
+    from types import SimpleNamespace
+
+    from transformers import AutoModelForCausalLM
+
+    from mca_lite.backend_torch import TorchRouters
+    from tests.shared import tiny_moe
+
+    model = AutoModelForCausalLM.from_config(tiny_moe.hf_config("qwen3_moe")).train()
+    args = SimpleNamespace(
+        moe_aux_loss_coeff=0.1, moe_z_loss_coeff=None, moe_router_bias_update_rate=0.0,
+        moe_router_load_balancing_type="aux_loss",
+    )  # fmt: skip
+    one, other = TorchRouters(model, args), TorchRouters(model, args)
+    one.statistics.loss_weight = other.statistics.loss_weight = 1.0
+    ids = torch.arange(5)[None]
+    for routers in one, other, one:
+        routers.expect(torch.zeros(1, 5, dtype=torch.bool))
+        model(ids)
+        losses = [float(each.losses_of_pass()) for each in (one, other)]
+        assert [loss > 0 for loss in losses] == [routers is one, routers is other]
+
+
 def test_a_family_whose_routers_are_not_found_is_refused():
     """Otherwise its balancing losses and biases would be left out without a word."""
     from types import SimpleNamespace

@@ -245,6 +245,18 @@ def test_a_last_call_reduces_once(oracle, layout):
         assert measured == pytest.approx(trained, rel=1e-6)
 
 
+def calls_with_lists(folder: str) -> list[int]:
+    """Numbers of results for samples that are lists of one document."""
+    listed = [[{k: one[k] for k in ("input_ids", "labels")}] for one in tiny.samples(7)]
+    session = session_tools.new_session(folder, "torch")
+    custom = session.forward_backward_custom(listed, weighted_sum)
+    return [len(custom.logps), len(session.log_probs(listed))]
+
+
+def test_samples_may_be_lists_of_one_document(oracle):
+    assert world.run(calls_with_lists, 1, oracle) == [[7, 7]]
+
+
 def weights_of(folder: str, keys: dict) -> dict:
     """{what: the tensors of weights() on the main rank}, whose metadata agree on every rank."""
     samples = torch.load(f"{folder}/oracle.pt", weights_only=False)["samples"]

@@ -101,6 +101,8 @@ def step_of_trainer(path: str, backend_name: str, args) -> tuple:
 
     model = load(path, backend_name, args)
     trainer = ZLossTrainer(model, args, train_dataset=tiny.samples(ROWS))
+    if not args.calculate_per_token_loss:
+        trainer.backend.micro_batch_weight = 3.0  # of an earlier step, such as an evaluation's
     _, metrics, _, grad_norm, _ = trainer.training_step(trainer.models, batches_of(args), 0)
     return numbers_of(metrics, grad_norm)
 

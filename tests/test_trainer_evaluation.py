@@ -1,6 +1,7 @@
 """Evaluation alone, at the end, of several sets, and under a name of its own."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,37 @@ def test_another_prefix_works_beside_eval_strategy(folder, tmp_path):
         evaluate_under_another_name, 1, str(folder / "model"), str(tmp_path)
     )
     assert metrics == {"held_out_loss": pytest.approx(in_training, rel=1e-6)}
+
+
+def stopped_early_twice(path, out) -> list[tuple[int, str, list[str]]]:
+    """(steps, name of the best checkpoint, checkpoints there) after each of two calls of train(),
+    whose first evaluation is the best one."""
+    from mca_lite import McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    class Worse(McaTrainer):
+        def evaluate(self, eval_dataset=None, metric_key_prefix="eval"):
+            metrics = {"eval_loss": float(self.state.global_step)}
+            self.notify("on_evaluate", metrics=metrics)
+            return metrics
+
+    args = TrainingArguments(
+        output_dir=out, max_steps=8, eval_strategy="steps", eval_steps=1, save_steps=8,
+        load_best_model_at_end=True, early_stopping_patience=2, overwrite_output_dir=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    data = tiny.samples(8)
+    trainer = Worse(load_torch_model(path), args, train_dataset=data, eval_dataset=data)
+    found = []
+    for _ in range(2):
+        trainer.train(resume_from_checkpoint=False)
+        best = os.path.basename(trainer.state.best_model_checkpoint)
+        there = [name for name in os.listdir(out) if name.startswith("checkpoint-")]
+        found.append((trainer.state.global_step, best, there))
+    return found
+
+
+def test_a_second_run_of_a_trainer_saves_its_own_best_model(folder, tmp_path):
+    path = str(folder / "model")
+    [found] = world.run(stopped_early_twice, 1, path, str(tmp_path))
+    assert found == [(3, "checkpoint-1", ["checkpoint-1"])] * 2

@@ -133,7 +133,7 @@ FILES = {
         "dataset: {_target_: x, path_or_dataset: org/set, split: 'train[:64]'}\n",
         "global_batch_size=64 per_device_train_batch_size=8 max_steps=50 learning_rate=1e-5 "
         "finetuning_type=lora lora_rank=8 lora_target=all tensor_model_parallel_size=2 "
-        "adam_beta1=0.9 adam_beta2=0.99 lr_scheduler_type=constant",
+        "adam_beta1=0.9 adam_beta2=0.99 lr_scheduler_type=constant bf16=true",
         {"model._target_": "without effect", "dataset.split": "refused: the set's entry"},
     ),
     "torchtitan.toml": (
