@@ -466,8 +466,9 @@ class Session:
     calculate_per_token_loss is false.
     tokenizer: its padding token is used; without one, or None: token 0.
     backend: replaces the one made for the model.
-    cutoff_len: with sequence_packing, samples are packed by best fit into rows of at most this many
-    tokens; None: all samples of a micro-batch form one row.
+    cutoff_len: with sequence_packing, samples are put by best fit into packs of at most this many
+    tokens, and a micro-batch is one row of per_device_train_batch_size packs; None: of as many
+    samples.
 
     Call each method on every rank, with the same arguments; only with own=True may samples differ.
     Layers for multi-token prediction get no gradient.

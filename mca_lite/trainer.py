@@ -810,7 +810,7 @@ class McaTrainer(OtherNames):
     ) -> EvalLoopOutput:
         """Run forward over a loader of get_eval_dataloader(), or for a map-style dataset of
         get_train_dataloader() -> EvalLoopOutput with metrics over all ranks and the number of
-        samples. ValueError for another loader. `description`, `prediction_loss_only` and
+        samples. ValueError for another DataLoader. `description`, `prediction_loss_only` and
         `ignore_keys` have no effect. Collective."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
