@@ -652,7 +652,9 @@ class Session:
     def _begin_training(self, loss: Any) -> None:
         """Make the optimizer if there is none. ValueError if the model has dropout, and the loss
         compares log-probabilities of two passes."""
-        named = vars(self.model.config) | vars(getattr(self.backend.finetuning, "spec", Step))
+        config = self.model.config
+        text = getattr(config, "text_config", config)  # transformers' model may see pictures too
+        named = vars(text) | vars(getattr(self.backend.finetuning, "spec", Step))
         rates = [f"{name} {named[name]}" for name in named if name.endswith(_DROPOUTS)]
         rates = [rate for rate in rates if rate.split()[1] not in ("0", "0.0", "None")]
         expect(

@@ -4,6 +4,7 @@ formulas on whole logits in plain transformers, in every layout.
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,16 +246,22 @@ def test_a_last_call_reduces_once(oracle, layout):
         assert measured == pytest.approx(trained, rel=1e-6)
 
 
-def calls_with_lists(folder: str) -> list[int]:
-    """Numbers of results for samples that are lists of one document."""
+def calls_with_lists(folder: str) -> tuple:
+    """Numbers of results for samples that are lists of one document; words for a model with
+    dropout in its language model's part of the config."""
     listed = [[{k: one[k] for k in ("input_ids", "labels")}] for one in tiny.samples(7)]
     session = session_tools.new_session(folder, "torch")
     custom = session.forward_backward_custom(listed, weighted_sum)
-    return [len(custom.logps), len(session.log_probs(listed))]
+    counts = [len(custom.logps), len(session.log_probs(listed))]
+    session.model.config.text_config = SimpleNamespace(attention_dropout=0.1)
+    call = session.forward_backward_custom
+    return counts, session_tools.refusal(call, listed, weighted_sum)
 
 
 def test_samples_may_be_lists_of_one_document(oracle):
-    assert world.run(calls_with_lists, 1, oracle) == [[7, 7]]
+    [(counts, words)] = world.run(calls_with_lists, 1, oracle)
+    assert counts == [7, 7]
+    assert "attention_dropout 0.1: custom compares log-probabilities" in words
 
 
 def weights_of(folder: str, keys: dict) -> dict:
