@@ -1,4 +1,4 @@
-"""KTO and distillation on one GPU, beside rivals: `python -m tests.tools.bench_objectives KTO`;
+"""KTO and distillation on one GPU, beside rivals: `python -m tests.tools.bench_objectives`;
 names of cases and trainers pick some of them.
 
 KTO: 16 answers of up to 1,024 tokens a step, in micro-batches of 8, beside mismatched documents;
@@ -27,9 +27,12 @@ from .bench_gpu import TINY, Clock, hf_config, model_of, peak_gib, write
 from .bench_policy import Stub, import_trl, theirs_of, tokenizer_of
 
 STEPS, SKIP = 9, 4
-ROWS, MBS = {"KTO": 16, "distill": 8}, {"KTO": 8, "distill": 4}
-RIVALS = {"KTO": "trl-liger", "distill": "liger-jsd"}
-SHAPES = {"KTO": ("1.5B", "1.5B"), "distill": ("0.5B", "4B")}  # trained; reference or teacher
+ROWS, MBS = {"KTO 1.5B": 16, "distill 4B into 0.5B": 8}, {"KTO 1.5B": 8, "distill 4B into 0.5B": 4}
+RIVALS = {"KTO 1.5B": "trl-liger", "distill 4B into 0.5B": "liger"}
+SHAPES = {
+    "KTO 1.5B": ("1.5B", "1.5B"),
+    "distill 4B into 0.5B": ("0.5B", "4B"),
+}  # trained; reference or teacher
 CUDA = torch.cuda.is_available
 
 
@@ -37,9 +40,9 @@ def answers() -> list[dict]:
     """Prompts of 128 to 512 tokens and answers that fill up 1,024 or less, desirable in turn; in
     each micro-batch the answer before is a prompt's mismatched one."""
     rng, shrink = np.random.default_rng(0), 16 if TINY else 1
-    vocab_size = hf_config(SHAPES["KTO"][0]).vocab_size
+    vocab_size = hf_config(SHAPES["KTO 1.5B"][0]).vocab_size
     found = []
-    for number in range(ROWS["KTO"] * STEPS):
+    for number in range(ROWS["KTO 1.5B"] * STEPS):
         length = int(rng.integers(768, 1025)) // shrink
         prompt = int(rng.integers(128, 513)) // shrink
         ids = rng.integers(1, vocab_size, length).tolist()
@@ -50,9 +53,9 @@ def answers() -> list[dict]:
 def rows() -> list[dict]:
     """Rows of 4,096 tokens, with shifted labels for all of them."""
     rng = np.random.default_rng(0)
-    vocab_size = hf_config(SHAPES["distill"][0]).vocab_size
+    vocab_size = hf_config(SHAPES["distill 4B into 0.5B"][0]).vocab_size
     found = []
-    for _ in range(ROWS["distill"] * STEPS):
+    for _ in range(ROWS["distill 4B into 0.5B"] * STEPS):
         ids = torch.from_numpy(rng.integers(0, vocab_size, (64 if TINY else 4096) + 1))
         found.append(dict(input_ids=ids[:-1], labels=ids[1:]))
     return found
@@ -107,7 +110,7 @@ def run_ours(case: str) -> tuple[Clock, list]:
             models.append(model_of(folder, args, True, None, 0))
         shared = dict(callbacks=[ticks_of(TrainerCallback, clock)], shuffle=False)
         trainer: Any
-        if case == "KTO":
+        if case == "KTO 1.5B":
             data = [sample_of(one) for one in answers()]
             trainer = KTOTrainer(
                 models[0],
@@ -242,10 +245,14 @@ def run_loop(case: str) -> tuple[Clock, list]:
 def measure(case: str, trainer: str) -> dict:
     run = run_ours
     if trainer != "ours":
-        run = run_trl if case == "KTO" else run_loop
+        run = run_trl if case == "KTO 1.5B" else run_loop
     clock, logs = run(case)
-    tokens = sum(len(row["input_ids"]) for row in rows()[: ROWS[case]]) if case == "distill" else 0
-    if case == "KTO":  # a step's mean, since each has new answers
+    tokens = (
+        sum(len(row["input_ids"]) for row in rows()[: ROWS[case]])
+        if case == "distill 4B into 0.5B"
+        else 0
+    )
+    if case == "KTO 1.5B":  # a step's mean, since each has new answers
         tokens = sum(len(one["prompt"] + one["answer"]) for one in answers()) // STEPS
     return dict(
         case=case,
