@@ -253,7 +253,7 @@ class Backend(abc.ABC):
 
     def discard_gradients(self) -> None:
         """Drop the gradients that add_gradients() added. Collective if a reduction of them has
-        begun."""
+        begun; one that an error in a backward pass cut off cannot be put right."""
         self.pending = None
         self._is_sent = False
 

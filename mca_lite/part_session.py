@@ -870,8 +870,9 @@ class Session:
         function_of("part_sleep:move")(self.backend, device, kinds)
 
     def discard(self) -> None:
-        """Drop the gradients added since the last update, so that the next update starts from
-        zero."""
+        """Drop the gradients added since the last update, so that the next update starts from zero.
+        An error in a backward pass that reduces gradients (last=True, with overlap_grad_reduce or
+        torch DDP) cannot be put right: later passes then raise errors."""
         self.backend.discard_gradients()
         self._counts = set()
         self._is_closed = False
