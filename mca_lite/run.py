@@ -38,6 +38,7 @@ from .files import (
     check_can_write,
     read_json,
     resolve_folder,
+    text_values,
     write_file,
     write_json,
 )
@@ -118,7 +119,8 @@ def make_plan(arguments: RunArguments) -> Plan:
     judge.close()
     report += planned.finetuning.notes(arguments)
     hf_config = getattr(planned.config, "hf_config", None) or planned.config.to_dict()
-    if not args.bf16 and hf_config.get("dtype") == "bfloat16" and not planned.from_scratch:
+    dtypes = [part.get("dtype") for part in (hf_config, text_values(hf_config))]
+    if not args.bf16 and "bfloat16" in dtypes and not planned.from_scratch:
         report.append(_FROM_BF16)
     second_model = None
     make = objective.trainer_class()

@@ -134,7 +134,7 @@ def load_for_generation(
         # as many rows as in the run, because values of fresh weights depend on this count
         max(len(tokenizer), config.get_text_config().vocab_size),
         config,
-        config.dtype or torch.float32,
+        config.dtype or config.get_text_config().dtype or torch.float32,
     )
     if adapter:
         function_of("part_lora_files:merge_into")(model, adapter)

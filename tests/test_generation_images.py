@@ -11,8 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mca_lite import tool_generate
+from mca_lite import run, tool_generate
+from mca_lite.args import parse_args
 from mca_lite.files import printable
+from mca_lite.tool_generation import load_for_generation
 from tests.shared.commands import ended, run_script
 from tests.shared.picture_files import TOKENS, draw, save_whole_model
 
@@ -116,6 +118,19 @@ def test_pictures_of_prompts_are_answered_as_by_transformers(folder, kind):
     wanted = [plain.answer(messages, names) for messages, names in records()]
     assert [row["answer"] for row in rows] == wanted
     assert len(set(wanted)) > 1
+
+
+def test_a_dtype_that_config_json_names_for_the_text_alone_is_the_models(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())  # as the hub's Qwen3-VL
+    config["text_config"]["dtype"] = "bfloat16"
+    del config["dtype"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    assert load_for_generation(tmp_path / "model")[0].dtype == torch.bfloat16
+    dataset = write(folder / "noted.jsonl", "yes")
+    words = [f"{tmp_path}/model", f"dataset={dataset}", f"output_dir={tmp_path}/out"]
+    plan = run.make_plan(parse_args([f"model_name_or_path={words[0]}", *words[1:]]))
+    assert "files are in bfloat16, and bf16 is false" in "\n".join(plan.data.report)
 
 
 def test_a_picture_is_shown_in_a_chat(folder, monkeypatch):
