@@ -384,7 +384,8 @@ class DistillTrainer(ScoredTrainer):
     @classmethod
     def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
         """Raise ConfigError if a token in the student's tokenizer has another id in the teacher's,
-        or none, or if the teacher's embedding has too few rows. The teacher may have more tokens.
+        or none, if the teacher's embedding has too few rows, or if plain torch would have to hold
+        the whole logits of a teacher that scales or caps them. The teacher may have more tokens.
         first, second: run.PlannedModel of student and teacher.
         """
         vocabulary = tokenizer.get_vocab()
@@ -401,6 +402,11 @@ class DistillTrainer(ScoredTrainer):
         if second.old_vocab_size < len(vocabulary):
             reason = f"it has {second.old_vocab_size:,} rows for {len(vocabulary):,} tokens"
             refuse(key, str(second.folder), reason, remedy)
+        if not (arguments.backend.use_mca or arguments.teacher_top_k):
+            for name in ("final_logit_softcapping", "logits_scaling"):
+                if getattr(second.config, name, None) not in (None, 1.0):
+                    reason = f"its {name} changes logits, which plain torch would hold whole"
+                    refuse(key, str(second.folder), reason, "teacher_top_k: 64, or use_mca: true")
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:

@@ -194,7 +194,10 @@ def refusals(folder: str, out: str) -> dict[str, str]:
     path.write_text(path.read_text().replace('"w7"', '"v7"'))
     small = tiny.save_model(f"{out}/small", "qwen3", vocab_size=40)
     small_runs.save_tokenizer(small)
+    capped = tiny.save_model(f"{out}/capped", "gemma2")
+    small_runs.save_tokenizer(capped)
     names = {
+        "capped": dict(teacher_model_name_or_path=capped, use_mca=False),
         "foreign": dict(teacher_model_name_or_path=str(foreign)),
         "small": dict(teacher_model_name_or_path=small),
         "drawn": dict(teacher_model_name_or_path=f"{folder}/student", train_from_scratch=True),
@@ -213,6 +216,7 @@ def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path)
     found = world.run(refusals, 1, str(folder), str(tmp_path))[0]
     assert "1 of the student's 60 tokens have another id in it, or none: 'w7'" in found["foreign"]
     assert "40 rows for 60 tokens" in found["small"]
+    assert "its final_logit_softcapping changes logits" in found["capped"]
     assert "random, as the student's" in found["drawn"]
     assert "'w97' is 60, and there unknown" in found["new tokens"]
     assert "stage: sft, which has the same layout" in found["parity"]
