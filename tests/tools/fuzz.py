@@ -306,7 +306,7 @@ class Draw:
             layout["recompute_keep"] = one(None, "core_attn")
             layout["activation_offloading"] = chance(0.4)
         if chance(0.25):
-            layout["mlp_chunk_size"] = one(1, 3, 8, 50)
+            layout["mlp_chunk_size"] = one(1, 4, 8, 50)
 
     def _more_losses(self) -> None:
         keys, one, chance = self.case.keys, self.one, self.chance
