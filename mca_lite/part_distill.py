@@ -203,6 +203,9 @@ class Head:
         return self.cut
 
 
+_HEADS_ADAPTERS = ("output_layer.lora", "lm_head.lora")
+
+
 @dataclass
 class Resident:
     """A teacher in memory, for one micro-batch. head: the teacher's output layer. hidden: the
@@ -510,6 +513,12 @@ class DistillTrainer(ScoredTrainer):
         self.guard.check_weights("the teacher", teacher)
         if self._k:
             return self.backend.wrap_reference(teacher, self._scores_of)
+        adapters = [name for name, _ in teacher.named_modules() if name.endswith(_HEADS_ADAPTERS)]
+        expect(
+            not adapters,
+            f"this teacher has an adapter on its output layer ({adapters}), which a resident "
+            "teacher's logits would lack: merge it into the weights, or set teacher_top_k",
+        )
         self._reference_model = teacher  # its FLOPs count in each step
         self._head = Head(self.backend.dtype)
         chunks = self.backend.wrap_reference(teacher, self._head.keep)

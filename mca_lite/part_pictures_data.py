@@ -702,7 +702,7 @@ class Vision(Media):
     def unit(self, tokens: np.ndarray, placed: Placed, first: int, last: int) -> tuple[int, int]:
         """(start, stop) of all tokens of an input: its placeholders, from index `first` to `last`,
         and the tokens for its start and end around them."""
-        return first - 1, last + 2
+        return max(first - 1, 0), last + 2
 
     def steps(self, inputs: Sequence[Placed]) -> list[float] | None:
         """For each run of placeholders the distance in time between its features, in positions;

@@ -15,12 +15,14 @@ from tests.shared.distilling import (
     divergence,
     oracle_curves,
     save_models,
+    teacher_of,
     whole_and_resumed_curves,
 )
 from tests.shared.examples import example
 from tests.shared.held import Rows
+from tests.shared.lora_tools import with_drawn_adapters
 from tests.shared.losses import draw_head
-from tests.shared.training import assert_same_curve, train
+from tests.shared.training import assert_same_curve, refusal, train
 
 TP2PP2 = {**layouts.TP2, **layouts.PP2}
 CP2_PACKED = {**layouts.CP2, **layouts.PACKED}
@@ -242,6 +244,25 @@ def test_bf16_stays_beside_float32(models, oracle, tmp_path, keys):
         # bf16 rounds to 2^-9 of a number; a divergence is a difference of such logits
         assert_same_curve(got, oracle[run], 3e-2)
         assert got != oracle[run]
+
+
+def words_for_an_adapted_head(student: str, teacher: str, out: str, backend: str) -> str:
+    from mca_lite import DistillConfig, DistillTrainer
+
+    def make(model, args, **more):
+        whole = teacher_of(teacher, backend, args)
+        adapted = with_drawn_adapters(whole, targets=("lm_head",))
+        return DistillTrainer(model, DistillConfig(), adapted, args, **more)
+
+    return refusal(train, student, out, backend=backend, trainer_class=make)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_resident_teachers_adapter_on_its_head_is_refused(models, tmp_path, backend):
+    student, teacher, _ = models
+    args = (student, teacher, str(tmp_path), backend)
+    [said] = world.run(words_for_an_adapted_head, 1, *args)
+    assert "adapter on its output layer" in said and "teacher_top_k" in said
 
 
 VOCAB = 509

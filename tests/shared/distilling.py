@@ -137,19 +137,22 @@ def oracle_curves(student, teacher, adapter, out, runs) -> list:
 # -- ours
 
 
+def teacher_of(folder: str, backend: str, args):
+    from mca_lite import AutoModel
+    from mca_lite.model import load_torch_model
+
+    if backend == "torch":
+        return load_torch_model(folder)
+    return AutoModel.from_pretrained(folder, args)
+
+
 def maker(teacher: str, config: dict, backend: str, given: bool = True):
     """A function that makes a DistillTrainer of McaTrainer's arguments. given: False without its
     teacher, for rows of an earlier run."""
-    from mca_lite import AutoModel, DistillConfig, DistillTrainer
-    from mca_lite.model import load_torch_model
-
-    def load(args):
-        if backend == "torch":
-            return load_torch_model(teacher)
-        return AutoModel.from_pretrained(teacher, args)
+    from mca_lite import DistillConfig, DistillTrainer
 
     def make(model, args, **more):
-        loads = functools.partial(load, args) if given else None
+        loads = functools.partial(teacher_of, teacher, backend, args) if given else None
         return DistillTrainer(model, DistillConfig(**config), loads, args, **more)
 
     return make
