@@ -596,7 +596,7 @@ def has_float32_routers(source: TensorSource) -> bool:
     for name in source.names():
         is_router = _ROUTER.fullmatch(name) is not None
         if is_router or name.endswith("embed_tokens.weight"):
-            dtypes[is_router].add(source.read(name, (slice(1), slice(1))).dtype)
+            dtypes[is_router].add(source.read(name, (slice(1),)).dtype)
     return torch.float32 in dtypes[True] and torch.float32 not in dtypes[False]
 
 

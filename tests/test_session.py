@@ -182,14 +182,14 @@ def rows_of_calls(folder: str) -> list:
     """[borders of a packed row] without cutoff_len, and with one; words for a longer sample."""
     samples = [dict(input_ids=[1] * n, labels=[2] * n) for n in (7, 9, 3, 11, 5)]
     session = session_tools.new_session(folder, sequence_packing=True)
-    run = session.backend.forward_backward
+    run = session.backend.forward
     rows = []
 
     def recorded(step, batches, *more, **given):
         rows.append([batch["cu_seqlens"] for batch in batches])
         return run(step, batches, *more, **given)
 
-    session.backend.forward_backward = recorded
+    session.backend.forward = recorded
     lengths = []
     for cutoff_len in None, 12:
         session.cutoff_len = cutoff_len

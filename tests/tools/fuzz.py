@@ -112,7 +112,7 @@ class Draw:
             sizes["moe_intermediate_size"] = one(12, 16, 20)
         elif case.model in tiny.FAMILY_KEYS:
             sizes["num_hidden_layers"] = one(1, 2, 3, 4)
-        if not case.model.startswith(("deepseek", "glm4_moe_lite")):  # latent attention
+        if not case.model.startswith(("deepseek", "glm4_moe_lite", "youtu")):  # latent attention
             heads, groups = one((4, 2), (4, 4), (4, 1), (2, 2), (2, 1), (6, 3), (6, 2), (3, 1))
             sizes.update(num_attention_heads=heads, num_key_value_heads=groups)
             sizes["hidden_size"] = 8 * heads
