@@ -15,9 +15,9 @@ Under context parallelism each document is split into 2 cp chunks, and rank r ha
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,15 @@ from .parallel import to_device
 from .tables import COLUMNS, is_of_inputs, registered_columns
 
 Batch: TypeAlias = dict[str, Any]  # columns by name
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def for_backward(function: _Function) -> _Function:
+    """Decorate a function whose result is cached: its tensors can be saved for backward even if the
+    first call is in inference mode."""
+    decorated: Any = torch.inference_mode(False)(function)
+    return decorated
+
 
 # -- from the collator's rows to what a model takes
 
@@ -343,7 +352,7 @@ class RowLayout:
         return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
-    @torch.inference_mode(False)
+    @for_backward
     def documents(self) -> torch.Tensor:
         """int64 [t]: for each token of the whole row the index of its document."""
         length = len(self.index if self.order is None else self.order)
@@ -351,7 +360,7 @@ class RowLayout:
         return torch.bucketize(places, self.borders[1:], right=True)
 
     @functools.cached_property
-    @torch.inference_mode(False)
+    @for_backward
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """Arguments for a varlen attention kernel: (cu_seqlens of queries, cu_seqlens of keys, key
         indices, longest query segment, longest key segment).
@@ -372,7 +381,7 @@ class RowLayout:
         return cu_q, cu_k, places, int(queries.max()), int(keys.max())
 
     @functools.cached_property
-    @torch.inference_mode(False)
+    @for_backward
     def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
         """(cu_seqlens int32, longest document). The number of documents and the longest length are
         rounded up to few sizes, so that a kernel compiled for fixed shapes serves many rows; empty
@@ -415,7 +424,7 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 @functools.lru_cache(16)  # most pipelines have fewer micro-batches in flight
-@torch.inference_mode(False)  # backward refuses tensors that were made in inference mode
+@for_backward
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
     """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
     Tensors for attention are on `device`. Raises ValueError if cp_size is above 1 and a document

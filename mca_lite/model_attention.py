@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from . import cpu, parallel, parts
-from .batch import RowLayout, row_layout
+from .batch import RowLayout, for_backward, row_layout
 from .kernels import rotate, rotated_heads, split_heads
 from .mcore import (
     MegatronModule,
@@ -108,7 +108,7 @@ def rope_frequencies(
 
 
 @functools.lru_cache(2)
-@torch.inference_mode(False)  # as in batch.row_layout
+@for_backward
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
