@@ -12,7 +12,7 @@ last, as vLLM gives them; a row is put in front, so that the shift leaves them a
 
 import base64
 import hashlib
-import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,8 @@ class RolloutEncoder(Encoder):
         reward = get_column(record, "reward", where, (int, float), required=False)
         if reward is not None:
             expect(
-                math.isfinite(reward), f"{where}: 'reward' is {reward}: expected a finite number"
+                abs(reward) <= sys.float_info.max,
+                f"{where}: 'reward' is {reward}: expected a finite number",
             )
             columns["reward"] = float(reward)
         group = get_column(record, "group", where, (int, str), required=False)

@@ -104,9 +104,12 @@ def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
     the language model."""
     for name in _LISTS:
         expect(rope.get(name), f"longrope: expected {name}, a number for each frequency")
-    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
-    count = int(head * part) // 2
+    rotary = text.get("qk_rope_head_dim")  # of latent attention
+    if not rotary:
+        head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+        rotary = int(head * part)
+    count = rotary // 2
     for name in _LISTS:
         got = len(rope[name])
         expect(got == count, f"{name}: expected {count} numbers, one a frequency, got {got}")

@@ -110,7 +110,9 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 def _run_of(folder: Path) -> Path:
     """The output_dir of the run that wrote a checkpoint folder, where the run's tokenizer is; for
     any other folder, the folder itself."""
-    return folder.parent if folder.name.startswith(f"{CHECKPOINT_PREFIX}-") else folder
+    prefixes = f"{CHECKPOINT_PREFIX}-", f"set-aside-{CHECKPOINT_PREFIX}-"
+    whole = folder.absolute()  # of "." too
+    return whole.parent if whole.name.startswith(prefixes) else folder
 
 
 def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:

@@ -198,6 +198,9 @@ def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path):
     run_script(words, tmp_path)
     code, _, error = convert(tmp_path / "out" / "checkpoint-1", tmp_path / "hf")
     assert code == 0, error
+    (tmp_path / "out" / "checkpoint-1").rename(tmp_path / "out" / "set-aside-checkpoint-1")
+    code, _, error = convert(tmp_path / "out" / "set-aside-checkpoint-1", tmp_path / "aside")
+    assert code == 0 and (tmp_path / "aside" / "tokenizer.json").is_file(), error
     found = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert found("<new>")["input_ids"] == [len(tokenizer)]
     assert found.chat_template == tokenizer.chat_template

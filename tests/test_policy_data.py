@@ -123,6 +123,7 @@ BAD = {
     "token": ({"ids": [*IDS[:5], 100_000]}, "token id [100000]: expected 0 to"),
     "half": ({"ids": [*IDS[:5], 0.5]}, "token id [0.5]: expected 0 to"),
     "reward": ({"reward": NAN}, "'reward' is nan: expected a finite number"),
+    "large reward": ({"reward": 10**400}, "'reward' is 1000"),
     "size": ({"response_length": 9}, "response_length or mask has 9 tokens, and the record 6"),
     "group": ({"group": [1]}, "'group': expected"),
     "routes": ({"routes": ROUTES[:4]}, "'routes' has 4 rows: expected 5 or 6"),

@@ -173,6 +173,9 @@ def test_numbers_that_are_not_given_are_the_model_s():
     own = {"type": "longrope", **TWO, "factor": None}
     config = dict(PLAIN, **SIZES, rope_scaling=own, original_max_position_embeddings=8)
     assert scale({"rope_type": "longrope"}, config, 40)["factor"] == 2
+    latent = dict(PLAIN, hidden_size=64, num_attention_heads=2, qk_rope_head_dim=4)
+    latent["original_max_position_embeddings"] = 8
+    assert scale({"rope_type": "longrope", **TWO}, latent, 40)["long_factor"] == [2.0, 4.0]
 
 
 @pytest.mark.parametrize(
