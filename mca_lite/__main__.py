@@ -13,9 +13,9 @@ from .cli import USER_ERROR, finish
 class Command(NamedTuple):
     """A command of `python -m mca_lite`: one row of COMMANDS.
 
-    target: the "module" or "module.function" that runs it, called with the words -> exit code; for
-    a module alone its main. text: its help. needs: other modules of the package; the command is
-    refused if one is missing."""
+    target: "module.function", which runs the command: it gets the words after the command's name
+    and returns the exit code. A "module" alone stands for its function main. text: its help. needs:
+    other modules of the package; the command is refused if one is missing."""
 
     target: str
     text: str

@@ -72,15 +72,17 @@ from .tables import (
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key that only the megatron-core backend uses. With use_mca: false,
-    parse_args resets it to its default. text: the key's help. metadata: other options of arg()."""
+    """A dataclass field for a configuration key that only the megatron-core backend uses. With
+    use_mca: false, parse_args() resets the key to its default. default: the key's default. text:
+    the key's help. metadata: other options of arg(), which makes the field."""
     return arg(default, text, torch=False, **metadata)
 
 
 def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
-    """A dataclass field for a key that only megatron-core uses and that sets the field of
-    McaModelConfig with the same name. model: True mostly leaves that field alone if the key is
-    None; "always" sets it to None too. metadata: other options of arg()."""
+    """A dataclass field for a configuration key that only megatron-core uses. The key sets the
+    field of McaModelConfig with the same name. model: True sets that field unless the key is None,
+    for which some fields have a chosen default; "always" sets it to None too. default: the key's
+    default. text: the key's help. metadata: other options of arg(), which makes the field."""
     return mca(default, text, model=model, **metadata)
 
 
@@ -545,8 +547,8 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in a training micro-batch of one data-parallel rank, with packing packed rows:
-        per_device_train_batch_size."""
+        """Samples in a training micro-batch of one data-parallel rank: per_device_train_batch_size.
+        With packing, packed rows are counted instead of samples."""
         return self.per_device_train_batch_size
 
     @property
@@ -557,8 +559,8 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def train_global_batch_size(self) -> int:
-        """Samples of a full optimizer step over all ranks, with packing packed rows. The last step
-        of an epoch may have fewer."""
+        """Samples of a full optimizer step over all ranks. With packing, packed rows are counted
+        instead of samples. The last step of an epoch may have fewer."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
 
@@ -581,13 +583,12 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 @dataclass
 class RunArguments:
     """Every group of configuration keys of a run. Reading args.learning_rate gives
-    args.training.learning_rate. A key that only an absent optional part of the package defines is
-    None.
+    args.training.learning_rate. A key is None if only an optional part of the package defines it
+    and that part is absent.
 
     parts: {name: group of keys} for the groups of optional parts and user scripts. warnings: notes
     for the user, such as keys without effect. model_config: values of the model's config.json or
-    mca_config.json, or {} if it was not read.
-    """
+    mca_config.json, or {} if it was not read."""
 
     model: ModelArguments
     data: DataArguments
@@ -622,8 +623,8 @@ class RunArguments:
 
     @property
     def changed(self) -> list[str]:
-        """The keys that were set to another value than their default, without those that were reset
-        for plain torch. Required keys are among them."""
+        """Names of the keys that were set to another value than their default; required keys count
+        too. Keys that were reset for plain torch (use_mca: false) are left out."""
         return [key for group in self.groups for key in group.changed]
 
     def with_keys(self, **values: Any) -> RunArguments:
@@ -635,17 +636,16 @@ class RunArguments:
         return copied
 
     def to_dict(self) -> dict[str, Any]:
-        """Key -> value in effect, for the keys of every group."""
+        """The value in effect of each key of the run's groups: {key: value}."""
         return {key: getattr(self, key) for key in key_fields()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Key -> value in effect, for a configuration file. Keys with None are left out, because an
-        absent key means the same.
+        """The run's keys for a configuration file: {key: value in effect}. Keys with None are left
+        out, because an absent key means the same.
 
-        Read again with the same number of processes, the file gives the same values. If
+        If the file is read again with the same number of processes, it gives the same values. If
         global_batch_size is set, gradient_accumulation_steps is left out, so that it can follow
-        from another number of processes.
-        """
+        from another number of processes."""
         values = {key: value for key, value in self.to_dict().items() if value is not None}
         if self.training.global_batch_size is not None:
             del values["gradient_accumulation_steps"]
@@ -675,7 +675,7 @@ def key_groups() -> tuple[type[ArgumentGroup], ...]:
 
 
 def key_fields() -> dict[str, dataclasses.Field[Any]]:
-    """Key -> its dataclass field, for the keys of every group."""
+    """The dataclass fields of all configuration keys: {key: its field}."""
     return _fields_of(key_groups())
 
 
@@ -757,10 +757,10 @@ _IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Split a command line into keys -> ({name: raw value}, [Problem for each word that cannot be
-    read, and for several config files]). argv: the words. Words override values from the config
-    file, if one is named. Names may be aliases. Raises ConfigError if the config file cannot be
-    read."""
+    """Split a command line into names and values -> ({name: raw value}, Problems). argv: the words.
+    A config file among the words is read too, and words override its values. Names are keys or
+    aliases. There is a Problem for each word that cannot be read, and one if several config files
+    are named. Raises ConfigError if the config file cannot be read."""
     words: list[tuple[str, Any]] = []
     problems: list[Problem] = []
     paths = []
@@ -821,13 +821,13 @@ def _key_of(name: str) -> str:
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """Resolve aliases, and values that stand for other keys (MEANINGS), in `values`, {name: raw
-    value} -> ({key: raw value}, notes about keys that are ignored).
+    """Turn the names that a user gave into keys -> ({key: raw value}, notes about names that are
+    ignored). values: {name: raw value}. A name may be an alias of a key, and a value may stand for
+    several other keys (MEANINGS).
 
-    Appends to `problems` a Problem for each name that is unknown, that this package refuses with
-    this value, or that repeats a key, and for each key that needs an optional part of the package
-    whose files are missing.
-    """
+    Appends a Problem to `problems` for each name that is unknown, that this package refuses with
+    this value, or that means the same key as an earlier name. So it does for each key that needs an
+    optional part of the package whose files are missing."""
     keys: dict[str, Any] = {}
     ignored = []
     for name, value in values.items():

@@ -89,8 +89,9 @@ def name_of_set(file: str) -> str:
 
 
 def check_records(objective: Objective, judge: Judge) -> None:
-    """Add Problems to `judge` for data keys that do not suit the records of a training objective,
-    such as pair_weight without preference pairs, or streaming with them."""
+    """Check that the data keys suit the records of a training objective: for example, pair_weight
+    needs preference pairs, and streaming does not suit these. Each violation becomes a Problem in
+    `judge`, which collects the errors of a configuration."""
     if objective.has_pairs or objective.has_labels:
         judge.apply(_OF_PREFERENCES)
     for key in PAIR_COLUMNS:
@@ -109,9 +110,10 @@ def normalise_data(a: Keys) -> None:
 
 
 def check_data(a: Keys, judge: Judge) -> None:
-    """Add Problems to `judge` for keys of DataArguments that break a rule, alone or together, such
-    as a chat_template that is neither built in, nor a file, nor a template's text. A rule about a
-    key that already has a Problem is not reported."""
+    """Check the keys of DataArguments, alone and together: for example, chat_template must be a
+    built-in template, a file or a template's text. Each violation becomes a Problem in `judge`,
+    which collects the errors of a configuration. A rule about a key that already has a Problem is
+    not reported."""
     judge.apply(_DATA)
     names = [name_of_set(name) for name in a.eval_dataset or ()]
     judge.expect(
@@ -153,12 +155,12 @@ def check_data(a: Keys, judge: Judge) -> None:
 
 
 def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` if no evaluation computes metric_for_best_model. Nothing is checked
-    if eval_strategy is "no".
+    """Check that an evaluation computes metric_for_best_model, by which checkpoints are ranked;
+    otherwise add a Problem to `judge`, which collects the errors of a configuration. Nothing is
+    checked if eval_strategy is "no".
 
     metrics: names without the prefix eval_. sets: names of datasets that are evaluated one by one;
-    <name>_<metric> is a metric too.
-    """
+    <name>_<metric> is a metric too."""
     given = [*metrics, *(f"{name}_{metric}" for name in sets for metric in metrics)]
     key = "metric_for_best_model"
     metric = a.metric_for_best_model
@@ -172,8 +174,8 @@ def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: 
 
 def check_objective_run(a: Keys, judge: Judge) -> None:
     """Check the keys of a run against its training objective (a.stage): the metric for the best
-    model, generated answers, data keys, and the objective's own rules. Problems are added to
-    `judge`."""
+    model, generated answers, data keys, and the objective's own rules. Violations become Problems
+    in `judge`, which collects the errors of a configuration."""
     objective = OBJECTIVES[a.stage]
     metrics = objective.metrics
     if a.mtp_num_layers != 0 and a.metric_for_best_model.endswith("mtp_loss"):
@@ -193,15 +195,17 @@ def check_objective_run(a: Keys, judge: Judge) -> None:
 
 
 def check_part_rules(judge: Judge) -> None:
-    """Apply the Rules that each group of keys was registered with (register_keys): a combination of
-    keys that does not work becomes a Problem in `judge`."""
+    """Check the rules that each group of configuration keys brings along (from register_keys). A
+    combination of keys that breaks one becomes a Problem in `judge`, which collects the errors of a
+    configuration."""
     for row in KEY_GROUPS.values():
         judge.apply(row.rules)
 
 
 def check_run(a: Keys, judge: Judge) -> list[str]:
     """Check the keys of a run (RunArguments) against each other -> notes for the user, such as keys
-    without effect. Problems are added to `judge`."""
+    without effect. Violations become Problems in `judge`, which collects the errors of a
+    configuration."""
     objective = OBJECTIVES[a.stage]
     objective.check_keys(a, judge)
     judge.apply(BACKEND)
@@ -250,12 +254,12 @@ def check_run(a: Keys, judge: Judge) -> list[str]:
 def check_frozen_rows(
     trained: Iterable[str] | None, num_new: int, ends: Sequence[str], judge: Judge
 ) -> None:
-    """Add a Problem to `judge` if there are new tokens and the embedding or the output layer is
-    frozen, because the new rows would not be trained.
+    """Add a Problem to `judge` (the collected errors of a configuration) if tokens were added and
+    the embedding or the output layer is frozen, because the new tokens' rows would not be trained.
 
-    trained: trainable Hugging Face modules; None if every module is. num_new: count of new tokens.
-    ends: name endings of the modules with one row per token, such as "lm_head".
-    """
+    trained: names of the trainable Hugging Face modules; None if every module is. num_new: number
+    of new tokens. ends: endings of the names of the modules with one row per token, such as
+    "lm_head"."""
     frozen = [end for end in ends if not any(m.endswith(end) for m in trained or ())]
     judge.expect(
         trained is None or not num_new or not frozen,

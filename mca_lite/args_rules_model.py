@@ -80,11 +80,12 @@ _OF_EXPERTS: dict[str, tuple] = {
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
-    """A model's sizes as attributes, under the names of McaModelConfig's fields. values: the
-    contents of a config.json or mca_config.json; its text_config is read too.
+    """Read a model's sizes from its config.json or mca_config.json: an object whose attributes have
+    the names of McaModelConfig's fields. values: the file's contents; text_config in it is read
+    too.
 
-    A size that the file lacks, or that is no integer there, is None (num_deepstack: 0).
-    """
+    A size that the file lacks, or that is no integer there, is None. num_deepstack, the number of
+    layers after which features of pictures are added, is then 0."""
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
     parts = {name: values.get(name) for name in ("text_config", "vision_config")}
     text, vision = (part if isinstance(part, dict) else {} for part in parts.values())
@@ -119,12 +120,12 @@ _WITHOUT_TE = (
 
 
 def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) -> None:
-    """Check a model's sizes against the parallel layout and against keys for experts, fp8 and
-    recomputation; problems are added to `judge`.
+    """Check a model's sizes against the parallel layout, and against keys for experts, fp8 and
+    recomputation. Errors are added to `judge`, which collects them.
 
-    m: the model's sizes, numbers_of() or a McaModelConfig. a: the run's arguments, or the same
-    McaModelConfig. te_works: True if Transformer Engine works on this machine; None if unknown.
-    """
+    m: the model's sizes, from numbers_of() or as a McaModelConfig. a: the run's arguments, or the
+    same McaModelConfig. te_works: whether Transformer Engine works on this machine; None if
+    unknown."""
     _check_tensor_parallel(m, a, judge)
     _check_linear_attention(m, a, judge)
     if m.num_moe_experts:
@@ -275,7 +276,8 @@ def _check_layers(layers: int, num_deepstack: int, a: Keys, judge: Judge) -> Non
 
 
 def layout_stages(layout: str) -> list[str]:
-    """The pipeline stages of a layout with repeats written out: "Et*2|tL" -> ["Ett", "tL"]."""
+    """The pipeline stages of a layout text, with repeats written out: "Et*2|tL" -> ["Ett", "tL"]. E
+    is the embedding, t a layer, L the output layer with the loss."""
     text = layout.replace(",", "")
     # megatron-core expands groups before single letters too
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -289,12 +291,12 @@ def num_stages(layout: str | None) -> int:
 
 
 def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
-    """A pipeline layout, such as "Et*3|t*4L", that balances the cost of its stages: it minimises
-    the sum of the stages' costs, each to the power of 8.
+    """Spread a model's layers over pipeline stages so that their costs are balanced -> a layout
+    such as "Et*3|t*4L" (E: embedding, t: a layer, L: output layer). It minimises the sum of the
+    stages' costs, each to the power of 8.
 
-    costs: one per layer, at least stages - 1. head: cost of the output layer, which the last stage
-    has. Every stage but the last has a layer.
-    """
+    costs: one per layer; there must be at least stages - 1. head: cost of the output layer, which
+    the last stage has. Each stage but the last gets a layer or more."""
     n = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
 
@@ -316,8 +318,9 @@ def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError unless a pipeline layout such as "Et*2|tL" has one E, then any number of
-    layers t, then one L, and no repeat above 999. "auto" passes."""
+    """Raise ValueError for a wrong pipeline layout. A right one, such as "Et*2|tL", has one E
+    (embedding), then any number of layers t, then one L (output layer), and no repeat above 999;
+    "auto" is right too."""
     if layout == AUTO_LAYOUT:
         return
     if re.search(r"\*\d{4}", layout):
@@ -332,11 +335,12 @@ def check_layout(layout: str) -> None:
 
 
 def check_numbers(values: dict[str, Any], judge: Judge) -> None:
-    """Check that model_type in a raw config.json is text, that sizes are within their limits, such
-    as hidden_size of at least 1, and if so in known families that key-value heads divide attention
-    heads, and key heads of linear attention its value heads. Problems are added to `judge`.
+    """Check the values in a config.json: model_type must be text, and sizes within their limits,
+    such as hidden_size of at least 1. Most sizes may also be lists, as in some models; transformers
+    checks types. Errors are added to `judge`, which collects them.
 
-    Most sizes may also be lists, as in some models; transformers checks types.
+    If these checks found no error, and the model is of a known family, two more things are checked:
+    key-value heads must divide attention heads, and key heads of linear attention its value heads.
     """
     before = len(judge.problems)
 
@@ -372,9 +376,9 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 
 
 def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
-    """Check `values`, the contents of a config.json, and the run's arguments `a` against each
-    other: the model type, the ranges of sizes, and sizes against the parallel layout. Problems are
-    added to `judge`."""
+    """Check a model's config.json and the run's arguments against each other: the model type, the
+    ranges of sizes, and whether the sizes fit the parallel layout. Errors are added to `judge`,
+    which collects them. values: the file's contents. a: the arguments."""
     check_type(values, judge, a.use_mca)
     before = len(judge.problems)
     numbers = numbers_of(values)
@@ -386,8 +390,9 @@ def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
 
 
 def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
-    """Add a Problem to `judge` if files are missing of the optional part that the model needs for
-    stacked experts, or on megatron-core for attention sinks."""
+    """Report to `judge`, which collects configuration errors, if this installation lacks files that
+    the model needs: those of the optional part for stacked experts, or on megatron-core those for
+    attention sinks. m: the model's sizes. a: the run's arguments."""
     family = _family_of(m)
     needed = {}
     if family is not None and family.stacked_experts:
@@ -401,13 +406,12 @@ def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
-    """Add a Problem to `judge` if ddp_bucket_size is so small that the gate weight of overlapped
-    shared experts fills a bucket alone, with overlap_param_gather. m: the model's sizes. a: the
-    run's arguments.
+    """Report to `judge`, which collects configuration errors, if ddp_bucket_size is too small for
+    overlapped shared experts together with overlap_param_gather: if the weight of their gate would
+    fill a bucket alone. m: the model's sizes. a: the run's arguments.
 
     megatron waits for a bucket's all-gather just before a module with parameters in the bucket
-    runs. Overlapped shared experts run piecewise, so no such wait covers their gate.
-    """
+    runs. Overlapped shared experts run piecewise, so no such wait covers their gate."""
     family = _family_of(m)
     is_gated = family is not None and family.constants.get("moe_shared_expert_gate")
     if is_gated and a.moe_shared_expert_overlap and a.overlap_param_gather:
@@ -425,13 +429,13 @@ def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def check_torch_packing(hf_config: Keys, judge: Judge) -> None:
-    """Add a Problem to `judge` for packed rows on the torch backend if the mask that keeps their
-    documents apart may not work in the model.
+    """Refuse packed rows for a model on the torch backend in which the mask that keeps their
+    documents apart may not work. The refusal is added to `judge`, which collects configuration
+    errors.
 
     Three kinds of models are refused: those with linear attention, which takes no mask; those whose
     layers have a sliding window, which the mask would replace; and families that megatron-core does
-    not train, because they may ignore masks. hf_config: a transformers config.
-    """
+    not train, because they may ignore masks. hf_config: a transformers config."""
     config = hf_config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]

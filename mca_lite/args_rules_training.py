@@ -95,12 +95,11 @@ _RULES = (
 
 
 class Need(NamedTuple):
-    """Keys that have no effect unless a condition holds.
+    """Configuration keys that have no effect unless a condition holds.
 
-    keys: separated by spaces. condition: values of keys, such as "optim=adam", written like one
-    of the conditions in Rule.when. setting: a line such as "bf16: true" that fulfils it.
-    is_harmless: True if such keys only give a note; otherwise they are refused.
-    """
+    keys: separated by spaces. condition: values of keys, such as "optim=adam", written like one of
+    the conditions in Rule.when. setting: a line such as "bf16: true" that fulfils it.
+    is_harmless: True if setting such keys only gives a note; otherwise they are refused."""
 
     keys: str
     condition: str
@@ -175,8 +174,9 @@ NEEDS = (
 
 
 def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
-    """Refuse, by judge.refuse(), each key that was changed from its default although its condition
-    in `needs` does not hold. For a harmless key, add a line to a.notes instead."""
+    """Refuse keys that have no effect: those that were changed from their default although their
+    condition in `needs` does not hold. Problems are added to `judge` (which collects them); a
+    harmless key gives a line in a.notes instead."""
     for need in needs:
         if judge.holds(need.condition):
             continue
@@ -197,9 +197,9 @@ def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
 
 
 def normalise_training(a: Keys) -> None:
-    """Fill in, in place, training arguments that are None and follow from other arguments, such as
-    gradient_accumulation_steps from global_batch_size, and bring others, such as report_to and
-    warmup_steps, to one form."""
+    """Complete TrainingArguments, in place: fill in values that are None and follow from other
+    arguments, such as gradient_accumulation_steps from global_batch_size, and bring others, such as
+    report_to and warmup_steps, to one form."""
     a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
     if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
         a.warmup_ratio = a.warmup_steps
@@ -229,8 +229,8 @@ def normalise_training(a: Keys) -> None:
 
 
 def _samples_at_once(a: Keys) -> int:
-    """Samples (with packing, packed rows) in one micro-batch, summed over all data-parallel ranks.
-    a: TrainingArguments."""
+    """Samples in one micro-batch, summed over all data-parallel ranks; with packing, a packed row
+    counts as one. a: TrainingArguments."""
     return a.per_device_train_batch_size * a.data_parallel_size
 
 
@@ -243,8 +243,8 @@ def normalise_additional_configs(a: Keys) -> None:
 
 
 def _cast_values(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """{name: value}, each cast to its type in `types`. A value that cannot be cast or has no type
-    there is kept."""
+    """Cast the values of a mapping to the types in `types` (by name) -> {name: value}. A value that
+    cannot be cast, or whose name has no type there, is kept as it is."""
     return {key: _try_cast(value, types.get(key, Any))[0] for key, value in values.items()}
 
 
@@ -261,8 +261,9 @@ def _try_cast(value: object, hint: object) -> tuple[Any, str]:
 
 
 def check_training(a: Keys, judge: Judge) -> None:
-    """Check training arguments against each other, and under a launcher against the number of
-    processes. Problems are added to `judge`; harmless keys without effect give lines in a.notes."""
+    """Check training arguments against each other, and under a launcher such as torchrun against
+    the number of processes. Problems are added to `judge` (which collects them); harmless keys
+    without effect give lines in a.notes."""
     # without torchrun only parse_args knows the number of processes
     if world.current().is_given:
         check_world(a, judge)
@@ -282,9 +283,9 @@ def check_training(a: Keys, judge: Judge) -> None:
 
 
 def check_world(a: Keys, judge: Judge) -> None:
-    """Check that the number of processes is a multiple of tensor x pipeline x context parallel
-    size, and that expert x expert tensor parallel size divides a pipeline stage's ranks. Problems
-    are added to `judge`."""
+    """Check that the parallel sizes fit the number of processes. The number must be a multiple of
+    tensor x pipeline x context parallel size, and expert x expert tensor parallel size must divide
+    the number of ranks of a pipeline stage. Problems are added to `judge` (which collects them)."""
     size = a.world_size
     product = a.model_parallel_size
     if size % product == 0:
@@ -397,8 +398,9 @@ def _check_best_model(a: Keys, judge: Judge) -> None:
 
 
 def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
-    """Add a Problem to `judge` unless a Python package that the configuration key `key` needs is
-    installed. extra: the pip extra that installs it."""
+    """Check that a Python package which the configuration key `key` needs is installed; if not, add
+    a Problem to `judge` (which collects them). extra: the pip extra of mca-lite that installs it.
+    """
     judge.expect(
         importlib.util.find_spec(package),
         key,
@@ -408,8 +410,9 @@ def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
 
 
 def check_additional_configs(a: Keys, judge: Judge) -> None:
-    """Add a Problem to `judge` for each entry of additional_configs whose name is not in
-    ADDITIONAL_FIELDS, or whose value cannot be cast to the type given there."""
+    """Check the entries of the key additional_configs: add a Problem to `judge` (which collects
+    them) for each name that is not in ADDITIONAL_FIELDS, and each value that cannot be cast to the
+    type given there."""
     key = "additional_configs"
     takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
     for name, value in a.additional_configs.items():
@@ -422,8 +425,9 @@ def check_additional_configs(a: Keys, judge: Judge) -> None:
 
 
 def _defect(name: str, value: object, types: dict[str, Any], takes: str) -> str:
-    """The reason to refuse the entry {name: value} of a key that takes a mapping; "" if there is
-    none. types: the type for each allowed name. takes: the reason if `name` is not among them."""
+    """Say why an entry {name: value} of a mapping key, such as lr_scheduler_kwargs, is refused; ""
+    if it is right. types: {allowed name: type}. takes: the reason to give for a name that is not
+    allowed."""
     return _try_cast(value, types[name])[1] if name in types else takes
 
 
@@ -451,8 +455,8 @@ _OTHER_SPELLINGS = {"min_lr_ratio": "min_lr_rate", "1-sqrt": "minus_sqrt"}  # Hu
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) from "10-12" or "10", which gives (10, 10). Raises ValueError for
-    other text."""
+    """Read a range of steps: (first, last) from text such as "10-12"; "10" gives (10, 10). Raises
+    ValueError for other text."""
     with contextlib.suppress(ValueError):
         first, last = map(int, text.split("-") if "-" in text else (text, text))
         if 1 <= first <= last:
@@ -461,13 +465,14 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _kwargs_of(schedule: str) -> dict[str, Any]:
-    """{name: type} of the lr_scheduler_kwargs that a learning rate schedule takes."""
+    """The names and types of the lr_scheduler_kwargs that a learning rate schedule takes."""
     return {"constant": {}, "WSD": _OF_STABLE}.get(SCHEDULES[schedule], _OF_DECAY)
 
 
 def _normalise_schedule(a: Keys) -> None:
-    """Rename keys and values of lr_scheduler_kwargs in place (min_lr_ratio becomes min_lr_rate) and
-    cast values to their types where that works. Known keys with the value None are dropped."""
+    """Bring lr_scheduler_kwargs to one form, in place: other spellings of names and values are
+    replaced (min_lr_ratio becomes min_lr_rate), values are cast to their types if possible, and
+    known names with the value None are dropped."""
     types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
     for name, value in a.lr_scheduler_kwargs.items():
@@ -478,9 +483,9 @@ def _normalise_schedule(a: Keys) -> None:
 
 
 def _check_schedule(a: Keys, judge: Judge) -> None:
-    """Check the names, types and limits of lr_scheduler_kwargs, and that warmup_steps is whole. If
-    max_steps is set and nothing was wrong, check too that the warm-up leaves enough steps for the
-    decay."""
+    """Check the names, types and limits of lr_scheduler_kwargs, and that warmup_steps is a whole
+    number; Problems are added to `judge` (which collects them). If it adds none and max_steps is
+    set, check too that the warm-up leaves enough steps for the decay."""
     key = "lr_scheduler_kwargs"
     kwargs = a.lr_scheduler_kwargs
     types = _kwargs_of(a.lr_scheduler_type)
@@ -537,9 +542,9 @@ def plan_schedule(a: Keys, num_training_steps: int) -> ScheduleSteps:
 
 
 def warmup_steps(a: Keys, num_training_steps: int) -> int:
-    """Number of warm-up steps in a run of num_training_steps. It is the key warmup_steps; if that
-    is 0, warmup_ratio x num_training_steps, rounded up but leaving one step for the decay; 0 if the
-    schedule is "constant". a: TrainingArguments."""
+    """Number of warm-up steps in a run of num_training_steps: the key warmup_steps or, if that is
+    0, warmup_ratio x num_training_steps, rounded up. The ratio leaves one step for the decay. 0 for
+    the schedule "constant". a: TrainingArguments."""
     if a.lr_scheduler_type == "constant":
         return 0
     share = math.ceil(a.warmup_ratio * num_training_steps)

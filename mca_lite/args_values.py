@@ -29,9 +29,9 @@ from .errors import Judge, Problem, refuse
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases and duplicate keys. It reads every untagged scalar but
-    null as text, which is cast later to the type of its key: 007 stays a name, and 1e-5 becomes a
-    number."""
+    """A YAML loader that refuses aliases and duplicate keys. A single value (no list or mapping)
+    without a tag is read as text, unless it is null, and cast later to the type of its key. So 007
+    stays a name if its key takes text, and 1e-5 becomes a number if its key takes one."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
@@ -56,8 +56,7 @@ ConfigLoader.add_implicit_resolver(
 
 def loads_yaml(text: str) -> Any:
     """Parse YAML or JSON text with ConfigLoader: numbers and booleans without a tag stay text.
-    Raises yaml.YAMLError, for a tag that does not fit its value too, such as !!bool x.
-    """
+    Raises yaml.YAMLError, also for a tag that does not fit its value, such as !!bool x."""
     try:
         return yaml.load(text, Loader=ConfigLoader)
     except RecursionError:
@@ -196,7 +195,7 @@ _CASTS: dict[Any, Callable[..., Any]] = {
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list as it is, any other value as the only item of one."""
+    """Wrap a value in a list of one; a list is returned unchanged."""
     return value if isinstance(value, list) else [value]
 
 
@@ -216,19 +215,19 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def arg(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a configuration key. text: its help. A field whose default is MISSING
-    is required, and may be given by position.
+    """Make a dataclass field for a configuration key. text: its help. A field whose default is
+    MISSING is required, and may be given by position.
 
     choices: the allowed values, or a table with them as keys, to which rows may be added until the
-    arguments are read. words: text in lower case -> the value it stands for. check: raises
-    ValueError for a value that does not work. remedy: what an error suggests (default: example()).
+    arguments are read. words: text in lower case -> the value it stands for. check: a function that
+    raises ValueError for a value that does not work. remedy: what an error suggests (default:
+    example()).
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
-    model: True for a field of McaModelConfig under the same name, set unless the key is None;
-    "always" if it is set to None too.
-    optimizer, ddp: True for a field of megatron's OptimizerConfig or DistributedDataParallelConfig
-    under the same name; a string if its name there differs.
-    """
+    model: True if the key sets the field of McaModelConfig with its name, except when the key is
+    None; "always": None is set too.
+    optimizer, ddp: True if the key sets the field of megatron's OptimizerConfig or
+    DistributedDataParallelConfig with its name; a string: the field's name if it differs."""
     metadata = {"help": text, **metadata}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
@@ -248,14 +247,14 @@ def optional(text: str, **metadata: Any) -> Any:
 
 
 def count(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key whose value is a number of at least 1, or None if that is the
-    default. text: its help. metadata: other options of arg()."""
+    """A dataclass field for a key whose value is a number of at least 1; None is allowed too if it
+    is the default. text: its help. metadata: other options of arg()."""
     return arg(default, text, low=1, **metadata)
 
 
 def amount(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key whose value is a number of at least 0, or None if that is the
-    default. text: its help. metadata: other options of arg()."""
+    """A dataclass field for a key whose value is a number of at least 0; None is allowed too if it
+    is the default. text: its help. metadata: other options of arg()."""
     return arg(default, text, low=0, **metadata)
 
 
@@ -267,9 +266,10 @@ def default_of(item: dataclasses.Field[Any]) -> Any:
 
 
 def example(item: dataclasses.Field[Any]) -> str:
-    """A config line for an error to suggest, such as `save_steps: 500`: the key with its default;
-    if the default is None, with the field's limit `low`. If this value is not text, a number, or a
-    boolean, the line shows the key's help instead: `run_name: <name of the run in wandb>`."""
+    """Make a config line for an error to suggest. It has the key with its default, such as
+    `save_steps: 500`; if the default is None, with its least value (the option `low`). If that is
+    not text, a number or a boolean, it has the key's help instead: `run_name: <name of the run in
+    wandb>`."""
     default = default_of(item)
     if default is None:
         default = item.metadata.get("low")
@@ -294,11 +294,10 @@ _Group = TypeVar("_Group", bound="ArgumentGroup")
 @dataclass(kw_only=True)
 class ArgumentGroup:
     """Base class for the dataclasses of configuration keys. The constructor casts every field to
-    its type, applies the group's rules and raises the problems together in one ConfigError.
+    its type, applies the group's rules, and raises one ConfigError with all problems found.
 
     notes: lines for the user, for example about values without effect. changed: the keys that were
-    set to another value than their default.
-    """
+    set to another value than their default."""
 
     def __post_init__(self) -> None:
         judge = Judge(self)
@@ -308,13 +307,12 @@ class ArgumentGroup:
 
     @classmethod
     def read(cls: type[_Group], values: dict[str, Any], judge: Judge) -> _Group:
-        """A group from raw {key: value}, with fields cast to their types. An absent key gets its
-        default ("" and a Problem if it is required); keys of other groups are ignored. Problems are
-        added to `judge`.
+        """Make a group from raw {key: value}, with each field cast to its type. A key that is not
+        in `values` gets its default; if it is required, "" and a Problem. Keys of other groups are
+        ignored. judge: collects the Problems.
 
         The constructor is not called, because it would raise the problems of this group alone. Call
-        resolve() later to apply the group's rules.
-        """
+        resolve() later to apply the group's rules."""
         group = cls.__new__(cls)
         for item in dataclasses.fields(cls):
             setattr(group, item.name, values.get(item.name))
@@ -322,8 +320,9 @@ class ArgumentGroup:
         return group
 
     def cast_fields(self, judge: Judge) -> None:
-        """Cast and check each field in place; add problems to `judge`. Sets `notes` to [], and
-        `changed`."""
+        """Cast each field to its type in place, and check its choices and limits. judge: collects
+        the Problems. Sets `notes` to [], and `changed` to the keys with another value than their
+        default."""
         self.notes: list[str] = []
         self.changed: list[str] = []
         for item in dataclasses.fields(self):
@@ -332,8 +331,9 @@ class ArgumentGroup:
                 self.changed.append(item.name)
 
     def check_field(self, item: dataclasses.Field[Any], judge: Judge) -> None:
-        """Cast one field to its type in place, and check its choices and limits. A value with a
-        problem is reported to `judge` and replaced by the default ("" for a required key)."""
+        """Cast one field to its type in place, and check its choices and limits. judge: collects
+        the Problem if the value is wrong; the field then gets its default ("" if it is
+        required)."""
         key = item.name
         known = item.metadata
         default = default_of(item)
@@ -354,22 +354,22 @@ class ArgumentGroup:
         setattr(self, key, value)
 
     def resolve(self, judge: Judge) -> None:
-        """Fill in derived values in place, then apply the group's rules; problems are added to
-        `judge`."""
+        """Fill in values that depend on others, in place, then apply the group's rules. judge:
+        collects the Problems that the rules find."""
         self.normalise()
         self.check(judge)
 
     def normalise(self) -> None:
-        """Fill in derived values in place, after every field was cast to its type. Groups may
-        override it; this base class does nothing."""
+        """Fill in values that depend on others, in place, after every field was cast to its type.
+        Groups may override it; this base class does nothing."""
 
     def check(self, judge: Judge) -> None:
-        """Add Problems to `judge` for broken rules of the group. Groups may override it; this base
-        class does nothing."""
+        """Apply the group's rules: add a Problem to `judge` (which collects them) for each broken
+        one. Groups may override it; this base class does nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
-        """{field: value} for the keys that set a field of megatron's OptimizerConfig (config
-        "optimizer") or DistributedDataParallelConfig (config "ddp")."""
+        """The keys that set a field of a config of megatron's, as {field's name: value}. config:
+        which one: "optimizer" for OptimizerConfig, "ddp" for DistributedDataParallelConfig."""
         names = {
             f.name: f.metadata[config] for f in dataclasses.fields(self) if config in f.metadata
         }
@@ -384,8 +384,8 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
-    """Check `values` against the types and limits of a group's keys -> the Problems found. A key
-    that is not given gives no Problem, even if it is required."""
+    """Check values of a group's keys by their types and limits -> the Problems found. values: by
+    the keys' names. A key that is not given gives no Problem, even if it is required."""
     judge = Judge(None)
     group_type.read(values, judge)
     return [problem for problem in judge.problems if problem.key in values]

@@ -36,9 +36,9 @@ def mean_of(total: Any, count: torch.Tensor) -> Any:
 
 
 class Backend(abc.ABC):
-    """Interface between the trainer and a parallelism library: a model that is trained, its
-    optimizer, and the calls of a training step. `chunks`: the wrapped models that the schedule
-    runs."""
+    """Base class of the two backends (megatron-core and plain torch), through which the trainer
+    trains a model: it has the model, its optimizer and the calls of a training step. `chunks`: this
+    rank's parts of the model, wrapped for training; several only with virtual pipeline stages."""
 
     name: str
     snapshot_of: Any  # ckpt.TorchSnapshot or MegatronSnapshot, this rank's share of a checkpoint
@@ -95,24 +95,28 @@ class Backend(abc.ABC):
     def wrap_reference(
         self, model: Any, of_logits: LossOfLogits | None = None
     ) -> list[torch.nn.Module]:
-        """Freeze a model, such as a reference model or teacher, in place -> chunks for
-        forward(). of_logits: a loss that replaces its cross entropy."""
+        """Prepare another model, such as a reference model or teacher, for forward passes only:
+        freeze it in place -> its chunks (its parts on this rank), which forward() takes. of_logits:
+        a function of the logits that computes the loss, in place of cross entropy; None: cross
+        entropy."""
 
     def places(self, batch: Batch) -> torch.Tensor | None:
-        """int64 [s / cp]: the positions in a batch's rows of the tokens that this context-parallel
-        rank has; None without context parallelism, because the rank then has all tokens."""
+        """The tokens of a row that this rank has, if context parallelism splits rows of s tokens
+        over cp ranks: their indices in the row, int64 [s / cp]. None without context parallelism,
+        because the rank then has all tokens."""
         return None
 
     def loss_columns(self, batch: Batch) -> dict[str, Any]:
-        """Move the columns of COLUMNS that the model's forward pass does not take to this rank's
-        device; of columns per token, only this context-parallel rank's tokens are kept -> the batch
-        with these columns replaced."""
+        """Prepare the columns (named tensors) of a batch that the loss needs besides the model's
+        inputs -> the batch with these columns on this rank's device. They are the columns in
+        COLUMNS that the model's forward pass does not take. If a column has a value per token, only
+        the values of this context-parallel rank's tokens are kept."""
         names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
         return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
     def joins_rows(self, chunks: Sequence[Any]) -> bool:
-        """True if one forward pass of these chunks may take the rows of several micro-batches at
-        once. Base class: False."""
+        """True if the rows of several micro-batches may be joined into one forward pass of these
+        chunks (this rank's parts of a model). This base class says False."""
         return False
 
     @abc.abstractmethod
@@ -122,8 +126,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def use_loss(self, of_logits: LossOfLogits | None) -> None:
-        """Replace the trained model's cross entropy by `of_logits`, a function of Logits (None:
-        restore cross entropy)."""
+        """Compute the trained model's loss by `of_logits` from now on, in place of cross entropy;
+        None: by cross entropy again. of_logits: a function of Logits (the logits and labels of some
+        tokens) that returns their losses."""
 
     @abc.abstractmethod
     def use_timers(self, timers: Callable[..., Any]) -> None:
@@ -162,10 +167,12 @@ class Backend(abc.ABC):
         self, denominator: float | None = None, times: float = 1.0
     ) -> torch.Tensor:
         """Reduce the added gradients over ranks, so that step() can use them -> the divisor.
+        Collective.
 
-        With calculate_per_token_loss, the update uses the summed gradients divided by the divisor:
-        `denominator`, or if that is None, the loss counts (such as tokens) of the whole update, at
-        least 1, times `times`. Without that key the returned number has no use. Collective."""
+        With calculate_per_token_loss, the update uses the sum of the gradients divided by the
+        divisor. This is `denominator` if given; otherwise max(count, 1) x `times`, where count is
+        the loss count (such as the number of trained tokens) of the whole update. Without that key
+        the returned number has no use."""
 
     @abc.abstractmethod
     def clip_at(self, max_grad_norm: float) -> None:
@@ -190,14 +197,15 @@ class Backend(abc.ABC):
     def _export(
         self, folder: PathLike, max_shard_size: str | int, change: Change | None = None
     ) -> list[str]:
-        """Write the model as a Hugging Face checkpoint -> file names on global rank 0, []
-        elsewhere. change(name, tensor): returns the tensor to write instead; None: no change.
-        Collective."""
+        """Write the model as a Hugging Face checkpoint into `folder` -> file names on global rank
+        0, [] on other ranks. max_shard_size: of a weights file, such as "5GB". change(name,
+        tensor): returns the tensor to write in place of `tensor`; None: weights are written as they
+        are. Collective."""
 
     @abc.abstractmethod
     def _gradients_for_weights(self) -> None:
-        """Replace the data of each trained parameter by its gradient, reduced over ranks, in
-        float32, to export gradients like weights. May be collective."""
+        """Put each trained parameter's gradient, reduced over ranks and in float32, in place of its
+        weights, so that the code that exports weights can export gradients. May be collective."""
 
     @abc.abstractmethod
     def _trained_weights(self) -> NamedTensors:
@@ -213,8 +221,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def weight_forms(self) -> NamedTensors:
-        """Yield (name, tensor on the meta device) for what weights() yields, on every rank and
-        without the data. Collective: all ranks iterate to the end."""
+        """Yield the names and shapes of the tensors that weights() yields, as (Hugging Face name,
+        tensor on the meta device, which has no data). Every rank gets them all. Collective: all
+        ranks iterate to the end."""
 
     @abc.abstractmethod
     def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
@@ -225,9 +234,10 @@ class Backend(abc.ABC):
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss sum, count) of this rank's tokens, changed for megatron's schedule if context
-        parallelism splits rows; this may be a collective over its ranks. In this base class both
-        are unchanged."""
+        """Adapt the loss of this rank's tokens to megatron's schedule, if context parallelism
+        splits rows over ranks -> (loss sum, count). count: their loss count, such as the number of
+        trained tokens. May be a collective over the context-parallel ranks. This base class,
+        without context parallelism, changes nothing."""
         return total, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
@@ -236,9 +246,9 @@ class Backend(abc.ABC):
         return values
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits [b, s, V] of whole rows, from this rank's shard. inputs: the model's keyword
-        arguments. Collective over the ranks with the other shards. In this base class the rank has
-        whole rows."""
+        """Gather the logits of whole rows, [b, s, V], from the ranks that have parts of them.
+        logits: this rank's part. inputs: the model's keyword arguments. Collective over those
+        ranks. In this base class a rank has whole rows, and `logits` is returned."""
         return logits
 
     def common_length(self, longest: int) -> int:
@@ -252,17 +262,18 @@ class Backend(abc.ABC):
         with overlap_param_gather. In this base class there are none."""
 
     def discard_gradients(self) -> None:
-        """Drop the gradients that add_gradients() added. Collective if a reduction of them has
-        begun; one that an error in a backward pass cut off cannot be put right."""
+        """Drop the gradients that add_gradients() added. Collective if their reduction over ranks
+        has begun. A reduction that was cut off by an error in a backward pass cannot be repaired.
+        """
         self.pending = None
         self._is_sent = False
 
     # -- shared by both backends
 
     def expect_here(self, call: str, *kinds: str) -> None:
-        """Raise ValueError if tensors that an operation needs were moved to host memory, or freed
-        if they are gradients (part_sleep.py). call: the operation, for the message. kinds: "model",
-        "grad", "optimizer"."""
+        """Raise ValueError if tensors that a call needs are away: part_sleep.py moves weights and
+        optimizer states to host memory, and frees gradients. call: the call's name, for the
+        message. kinds: the tensors that it needs: "model", "grad", "optimizer"."""
         away = [kind for kind in kinds if kind in self.away]
         expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
@@ -279,10 +290,11 @@ class Backend(abc.ABC):
     def _take_divisor(
         self, denominator: float | None, times: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(divisor, factor). divisor: what finish_gradients() returns for `denominator` and
-        `times`. factor: for gradients that were divided by the pending count, so that they
-        end up divided by the divisor; None with denominator None and times 1. Resets the pending
-        count, which add_gradients() sums up."""
+        """Compute the number by which an update's gradients are to be divided -> (divisor, factor).
+        divisor: see finish_gradients(), which has the same arguments. factor: turns gradients that
+        were divided by the pending count (the loss count that add_gradients() sums up) into
+        gradients divided by the divisor; None if they need no change, that is, with denominator
+        None and times 1. Resets the pending count."""
         count = self.pending.float().clamp(min=1)
         self.pending = None
         self._is_sent = False
@@ -352,10 +364,10 @@ class Backend(abc.ABC):
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
     def weigh_router_loss(self, count: float, inputs: dict[str, Any]) -> None:
-        """Set the weight of the routers' balancing losses in the next micro-batch to its loss
-        count. finish_gradients() by default divides by the sum of these counts, and then the result
-        does not depend on how add_gradients() calls split a step. inputs: the micro-batch's, from
-        model_inputs()."""
+        """Weigh the balancing losses of MoE routers in the next micro-batch by `count`, its loss
+        count (such as its number of trained tokens). By default finish_gradients() divides by the
+        sum of these counts; so the result does not depend on how a step's micro-batches are spread
+        over add_gradients() calls. inputs: the micro-batch's, from model_inputs()."""
         statistics = self.statistics_of_routers
         if statistics is not None:
             statistics.loss_weight = float(count)
@@ -363,23 +375,26 @@ class Backend(abc.ABC):
                 statistics.weights[address_of(inputs["padding_mask"])] = float(count)
 
     def router_statistics(self) -> dict[str, float]:
-        """Metrics of the MoE routers since the last call, over all ranks; {} if no expert was
-        chosen, or if statistics_of_routers is None. Collective unless it is None."""
+        """Metrics of the MoE routers since the last call, over all ranks. {} if no expert was
+        chosen, or if there are no statistics: statistics_of_routers is None, as for a model without
+        experts. Collective, except without statistics."""
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers)
 
     def router_sums(self) -> list[Any] | None:
-        """The sums over all ranks from which router_statistics() is computed, as lists, for a
-        checkpoint; None if statistics_of_routers is None. Collective unless it is None."""
+        """The numbers, summed over all ranks, from which router_statistics() computes its metrics,
+        as lists to save in a checkpoint. None if there are no statistics: statistics_of_routers is
+        None, as for a model without experts. Collective, except without statistics."""
         if self.statistics_of_routers is None:
             return None
         return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list[Any] | None) -> None:
-        """Set this rank's router counts for a resumed run: on the main rank to `sums`, which
-        router_sums() returned before, on other ranks to 0. None, or sums for another number of
-        layers or experts, give 0 everywhere."""
+        """Restore the routers' statistics in a resumed run. sums: what router_sums() returned, from
+        the checkpoint. The main rank takes them; other ranks start at 0, because the numbers are
+        summed over all ranks later. If `sums` is None, or is for another number of layers or
+        experts, all ranks start at 0."""
         if self.statistics_of_routers is None:
             return
         rows = (
@@ -391,20 +406,20 @@ class Backend(abc.ABC):
                 rows += carried
 
     def load_state(self, folder: PathLike, with_optimizer: bool = True) -> None:
-        """Load a checkpoint's weights; with with_optimizer also its optimizer state. ValueError if
-        its adapters do not fit this run's, or if only the checkpoint or only the run has adapters;
-        CheckpointError, a ValueError too, if a tensor cannot be read. Collective."""
+        """Load a checkpoint's weights into the model and, if with_optimizer, its optimizer state.
+        ValueError if its adapters do not fit this run's, or if only one of checkpoint and run has
+        adapters; CheckpointError, a ValueError too, if a tensor cannot be read. Collective."""
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
     def gradients(self) -> NamedTensors:
-        """Yield (Hugging Face name; for adapters PEFT's, without its prefix; CPU tensor) of each
-        trained tensor's gradient from the last forward_backward(), float32, with fp16 times the
-        loss scale; a buffer, such as a router's bias, is yielded with its value. On global rank 0;
-        all ranks must iterate to the end, because sharded tensors are gathered.
+        """Yield the gradients of the last forward_backward() as (name, CPU tensor in float32), on
+        global rank 0 only; all ranks must iterate to the end, because sharded tensors are gathered.
+        Names are Hugging Face's; for adapters they are PEFT's, without its prefix. With fp16,
+        gradients are multiplied by the loss scale. A buffer, such as a router's bias, is yielded
+        with its value.
 
-        Gradients replace the weights and are exported, so the model cannot be used afterwards.
-        """
+        Gradients replace the weights for this, so the model cannot be used afterwards."""
         self._gradients_for_weights()
         if self.finetuning.is_whole:
             for name, tensor in self._trained_weights():

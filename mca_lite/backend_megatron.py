@@ -51,13 +51,16 @@ ROW_BUCKET = 64
 
 
 def _one_or_all(of_chunks: list[Any]) -> Any:
-    """The list of_chunks if there are several chunks, otherwise its one element, because megatron
-    takes a list only for several chunks."""
+    """Pass model chunks to megatron as it expects them: a list if there are several, otherwise the
+    only one."""
     return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
 
 class MegatronBackend(Backend):
-    """Backend that trains VirtualModels on megatron-core. `chunks` are the DDP-wrapped models."""
+    """Backend (the trainer's access to a framework) that trains VirtualModels on megatron-core.
+
+    models: the chunks of the model on this rank. args: the run's TrainingArguments. `chunks` has
+    the same models, each wrapped in megatron's DistributedDataParallel."""
 
     name = "megatron"
     snapshot_of = MegatronSnapshot
@@ -88,9 +91,10 @@ class MegatronBackend(Backend):
                 router.statistics = self.statistics_of_routers
 
     def set_layout(self, config: McaModelConfig, cp_rank: int) -> None:
-        """Set the attributes for batches and losses that depend on the model and the layout in
-        `config`, such as document_multiple. cp_rank: this rank's index in its context-parallel
-        group."""
+        """Set attributes of this backend that depend on the model and the parallel layout, such as
+        document_multiple (packed documents are padded to a multiple of it). Batches and losses read
+        them. config: the model's, with the layout. cp_rank: this rank's index in its
+        context-parallel group."""
         self.hf_config = config.hf_config
         self.inputs = config.inputs
         cp = config.context_parallel_size
@@ -108,8 +112,9 @@ class MegatronBackend(Backend):
         return [scaler for scaler in scalers if scaler is not None]
 
     def _configure(self, config: McaModelConfig) -> None:
-        """Set calculate_per_token_loss and rows_are_packed in a model's config from the run's keys,
-        and loss_weights_differ to False. create_optimizer() adds the schedule's functions."""
+        """Write the run's keys calculate_per_token_loss and sequence_packing into a model's config
+        (the second as rows_are_packed), and set its loss_weights_differ to False.
+        create_optimizer() adds the functions that megatron's schedule calls."""
         config.calculate_per_token_loss = self.args.calculate_per_token_loss
         config.rows_are_packed = self.args.sequence_packing
         config.loss_weights_differ = False
@@ -135,11 +140,12 @@ class MegatronBackend(Backend):
         return cp * math.lcm(2, multiple) if cp > 1 else multiple
 
     def common_length(self, longest: int) -> int:
-        """Least row length to which all micro-batches of a step are padded; 0 if their lengths may
-        differ.
+        """The least length to which the rows of all micro-batches in a step are padded, if these
+        must be equally long; otherwise 0. longest: the longest row in this rank's micro-batches.
 
-        Pipeline stages need it to post receives, unless variable_seq_lengths is set. With the
-        allgather dispatcher of MoE layers it is the longest on all ranks, found by a collective."""
+        With the allgather dispatcher of MoE layers it is the longest row on all ranks, found by a
+        collective. Otherwise, with pipeline parallelism but without variable_seq_lengths, it is
+        `longest`: stages must know the size of what they receive."""
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             return parallel.largest(longest)[0]
         pipelined = self.config.pipeline_model_parallel_size > 1
@@ -180,13 +186,13 @@ class MegatronBackend(Backend):
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss sum, count) as megatron's schedule needs them. With calculate_per_token_loss they
-        are unchanged, because gradients and counts are summed over all these ranks later.
+        """Convert a rank's loss sum and its count to what megatron's schedule needs under context
+        parallelism. With calculate_per_token_loss they are unchanged, because gradients and counts
+        are summed over all ranks later.
 
-        Otherwise megatron divides by the count and averages over context-parallel ranks. So the
-        count is summed over these ranks (a collective), and the loss sum is multiplied by their
-        number.
-        """
+        Otherwise megatron divides by the count, and averages over context-parallel ranks. So the
+        count is summed over these ranks, which is collective, and the loss sum is multiplied by
+        their number."""
         if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
             return total, count
         dist.all_reduce(count, group=mpu.get_context_parallel_group())
@@ -217,8 +223,9 @@ class MegatronBackend(Backend):
     # -- training
 
     def _accumulate_in_place(self, models: VirtualModels) -> None:
-        """On a GPU with grad_reduce_in_fp32, let the linears' GEMMs add to DDP's float32 gradients
-        directly, without a separate gradient in between."""
+        """Save memory for gradients on a GPU with grad_reduce_in_fp32: let the matmuls of linears
+        add their weight gradients directly to DDP's float32 buffers. Otherwise nothing changes.
+        models: this rank's model chunks."""
         if not torch.cuda.is_available() or not self.args.grad_reduce_in_fp32:
             return
         for model in models:
@@ -241,10 +248,10 @@ class MegatronBackend(Backend):
         self.config.timers = timers
 
     def joins_rows(self, chunks: Sequence[Any]) -> bool:
-        """True if one forward pass of these chunks can take the rows of several micro-batches.
-        False with pipeline parallelism, which needs equal shapes, with experts, whose token
-        dispatch depends on the shape, and with capped attention scores, whose matrix is in memory
-        as a whole."""
+        """True if the rows of several micro-batches can go through one forward pass of these model
+        chunks. It is False with pipeline parallelism, which needs equal shapes; for a model with
+        experts, whose token dispatch depends on the shape; and with capped attention scores, whose
+        matrix is in memory as a whole."""
         configs = [chunk.config for chunk in chunks]
         fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
         return self.config.pipeline_model_parallel_size == 1 and not fixed
@@ -291,8 +298,9 @@ class MegatronBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """For Muon, set the attribute `matrices` (optim.Matrices) on the parameters of hidden
-        layers that contain matrices, and on their master weights."""
+        """Tell Muon which matrices a parameter of a hidden layer contains, such as q, k and v in a
+        fused one: set the attribute `matrices` (an optim.Matrices) on the parameter and on its
+        master weight."""
         config = self.config
         rows = rows_of(config.hf_model_type, config)
         rows = {row.mca: row for row in rows if row.is_linear or row.is_of_inputs}
@@ -325,9 +333,10 @@ class MegatronBackend(Backend):
         )
 
     def _begin_gradients(self, micro_batches: list[Any], first: bool) -> None:
-        """Zero the gradients before the first micro-batches of an update. Also note which trained
-        input modules, such as a vision tower, have had no input in this update so far, because the
-        update must skip such modules. Collective if input modules are trained."""
+        """Prepare the gradients for some micro-batches of an update: zero them if these are the
+        update's first ones (`first`). Also note which trained input modules, such as a vision
+        tower, have had no input in this update so far; the update skips these. Collective if input
+        modules are trained."""
         if first:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -375,8 +384,9 @@ class MegatronBackend(Backend):
         return metrics
 
     def _count(self, chunks: Any, num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-        """Add num_tokens to the update's token count. megatron's schedule calls this in place of
-        finalize_model_grads; finish_gradients() reduces the gradients later."""
+        """Add the number of tokens in a call of megatron's schedule to the update's. The schedule
+        calls this at its end in place of finalize_model_grads; finish_gradients() reduces the
+        gradients later. num_tokens: None adds nothing. chunks, kwargs: not used."""
         if num_tokens is not None:
             self.pending += num_tokens
 
@@ -392,8 +402,9 @@ class MegatronBackend(Backend):
         return divisor
 
     def _start_reduction(self) -> None:
-        """Start the gradient reduction that backward hooks would have started with
-        overlap_grad_reduce; without that key do nothing."""
+        """Start the reduction of gradients over ranks that hooks of the backward pass would have
+        started: for an update with overlap_grad_reduce in which they did not. Without that key do
+        nothing."""
         if not self.args.overlap_grad_reduce:
             return
         for chunk in self.chunks:
@@ -416,11 +427,11 @@ class MegatronBackend(Backend):
             part.config.clip_grad = max_grad_norm or float("inf")
 
     def _finalize_gradients(self) -> None:
-        """Run megatron's finalize_model_grads, which reduces gradients over ranks. Collective.
+        """Reduce the gradients over ranks by megatron's finalize_model_grads. Collective.
 
-        With calculate_per_token_loss, then divide the gradients by the token count of all ranks, in
-        place, without waiting for the GPU. If every optimizer is a SplitMasterOptimizer, its update
-        divides them instead."""
+        With calculate_per_token_loss they are then divided, in place, by the token count of all
+        ranks, without waiting for the GPU; but if every optimizer is a SplitMasterOptimizer, the
+        division is left to its update."""
         self._tokens = None
         per_token = self.args.calculate_per_token_loss
         if per_token:
@@ -435,17 +446,19 @@ class MegatronBackend(Backend):
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:
-        """Factor that the update must still apply to gradients, because _finalize_gradients did not
-        divide them: 1 / token count, a float64 tensor; or 1.0."""
+        """The factor by which the update must still multiply gradients: 1 / token count, a float64
+        tensor, if _finalize_gradients has left the division to the update; otherwise 1.0."""
         return 1.0 if self._tokens is None else mean_of(1.0, self._tokens.double())
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """Backend.step, made of the pieces of megatron's optimizer step and a check of the gradient
-        norm.
+        """Clip the gradients and update the weights -> (False if the update is skipped, gradient
+        norm before clipping, number of zeros in the gradient or None), as Backend.step says.
+        Collective.
 
         With split masters the update is launched before the host reads the norm, so that the GPU
-        does not wait for the host."""
+        does not wait for the host; if the norm is refused, such an update changes no weight or
+        moment, and its step count is taken back."""
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
@@ -482,8 +495,8 @@ class MegatronBackend(Backend):
                     main.decoupled_grad = None
 
     def _num_zeros_of_padding(self) -> int:
-        """Number of gradient elements in the padding rows of the vocabulary, which are all zero and
-        not counted in the log."""
+        """The number of elements of the gradient that belong to rows that pad the vocabulary. They
+        are zero, and the log's count of zeros leaves them out."""
         config = self.config
         modules = {module_of(name) for name in weights_convert.vocabulary_names(config)}
         if config.tie_embeddings_and_output_weights:
@@ -514,8 +527,9 @@ class MegatronBackend(Backend):
                 parameter.data = parameter.main_grad.float() * factor
 
     def _gather_shards(self) -> None:
-        """All-gather the gradient buffers, of which each rank has reduced only its shard under the
-        distributed optimizer; without it do nothing. Collective."""
+        """Complete the gradient buffers on each rank: under the distributed optimizer a rank has
+        reduced only its shard, so the shards are all-gathered, which is collective. Without that
+        optimizer do nothing."""
         if not self.args.use_distributed_optimizer:
             return
         for chunk in self.chunks:

@@ -46,9 +46,10 @@ _ROUTERS = ("topkrouter", "moev1gate")
 
 
 def losses_of(config: Any, args: Keys) -> BalancingLosses:
-    """The coefficients of the routers' balancing losses for a transformers model. They come from
-    `args`; if moe_aux_loss_coeff is None there, that coefficient comes from `config`, the model's
-    config (0 if its family has none there, or is not in FAMILIES)."""
+    """The coefficients of the routers' balancing losses for a transformers model, from the training
+    arguments `args`. If moe_aux_loss_coeff is None there, it is taken from `config`, the model's
+    config; it is 0 if the model's family has no such number in its config, or is not in
+    FAMILIES."""
     return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
@@ -87,8 +88,9 @@ class TorchRouters:
         self._counts = torch.zeros(layers, experts, device=parallel.device())
 
     def _find(self, model: torch.nn.Module, wanted: int) -> None:
-        """Register a forward hook on each layer's router, found by its class name. wanted: number
-        of MoE layers; ValueError if another number of routers is found."""
+        """Register a forward hook on the router of each MoE layer; routers are found by how their
+        class names end. wanted: the number of MoE layers. ValueError if another number of routers
+        is found."""
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith(_ROUTERS):
                 layer = int(_LAYER.search(name)[1])
@@ -109,15 +111,15 @@ class TorchRouters:
             self._outputs.append((layer, logits, experts))
 
     def expect(self, padding_mask: torch.Tensor) -> None:
-        """Set the padding mask of the next forward pass: bool [b, s], True for padding. Forgets
-        what earlier passes collected."""
+        """Prepare for the next forward pass: keep its padding mask, bool [b, s], True for padding,
+        and forget the outputs of earlier passes."""
         self.padding_mask = padding_mask
         self._outputs = [] if torch.is_grad_enabled() else None
 
     def losses_of_pass(self) -> torch.Tensor | float:
-        """The sum of the balancing losses in the last training forward pass, which is one
-        micro-batch, times statistics.loss_weight; 0.0 if there are none. Also counts the chosen
-        experts for the log and for bias updates."""
+        """The routers' balancing losses in the last training forward pass (one micro-batch): their
+        sum over layers, times the weight statistics.loss_weight; 0.0 if there are none. Also counts
+        how often each expert was chosen, for the log and for bias updates."""
         total = 0.0
         for layer, logits, experts in self._outputs or ():
             real = ~self.padding_mask
@@ -133,9 +135,10 @@ class TorchRouters:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After the micro-batches of a step, change the routers' biases, if they have any, by
-        moe_router_bias_update_rate towards equal expert loads, and reset the counts. Collective.
-        Does nothing if that rate is 0 or `statistics` is None."""
+        """After a step's micro-batches, shift the routers' biases towards equal loads of experts,
+        by moe_router_bias_update_rate, and reset the counts of chosen experts. Routers without
+        biases stay as they are. Does nothing if the rate is 0 or the model has no routers here.
+        Otherwise collective."""
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)
@@ -175,10 +178,10 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """True if the model's logits are the last hidden states times the head's weight. Tested by
-        a forward pass in which large numbers replace the head's output, because a cap would hardly
-        change small ones. A RuntimeError in this pass, unless memory runs out, becomes a
-        ValueError."""
+        """Find out whether the model's logits are its last hidden states times the head's weight:
+        True if so. A test pass runs with large numbers in place of the head's output, because a cap
+        would hardly change small ones. ValueError if this pass raises a RuntimeError, unless memory
+        runs out."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()
@@ -212,12 +215,14 @@ class TokenLossModel(torch.nn.Module):
         places: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Token losses, float32 [b, s] ([b, s, k] if loss_of_logits gives k per token), for
-        input_ids and labels [b, s]; without labels logits [b, s, V], or [b, n, V] for n `places`;
-        with a value head scores, float32 [b, s].
+        """Run the model on input_ids [b, s]. With labels [b, s] -> token losses, float32 [b, s], or
+        [b, s, k] if the objective's loss_of_logits gives k numbers per token. Without labels ->
+        logits [b, s, V], or [b, n, V] for n `places`. A model with a value head -> scores, float32
+        [b, s], in both cases.
 
-        attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions whose logits
-        are wanted (None: all). more: further columns for the model."""
+        attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions in a row whose
+        logits are wanted; None: all. more: further columns of the batch for the model, such as
+        those of images."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(
@@ -325,9 +330,9 @@ class TorchBackend(Backend):
         return self.model.config.to_dict()
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Keyword arguments of TokenLossModel.forward for a batch, on this rank's device. In packed
-        rows, the attention mask and position ids keep documents apart. The routers get the padding
-        mask."""
+        """Make the keyword arguments of TokenLossModel.forward from an arranged micro-batch, on
+        this rank's device. In packed rows, the attention mask and position ids keep documents
+        apart. Also tells the routers which positions are padding."""
         device = parallel.device()
         params = batch.get("packed_seq_params")
         inputs = to_rank(batch, model_columns(batch), None, device)
@@ -362,9 +367,9 @@ class TorchBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """For Muon, set the attribute `matrices` (optim.Matrices) on the parameters of hidden
-        layers that contain matrices. ValueError for stacked experts whose gate and up rows
-        alternate."""
+        """Tell Muon which parameters it can update as matrices: set their attribute `matrices` (an
+        optim.Matrices), except for the embeddings and the head. ValueError for stacked experts
+        whose gate and up rows alternate."""
         family = FAMILIES.get(self.model.config.model_type)
         expect(
             family is None or family.stacked_experts != "in_turns",
@@ -398,9 +403,10 @@ class TorchBackend(Backend):
         forward_only: bool = False,
         last: bool = True,
     ) -> tuple[Metrics, torch.Tensor]:
-        """Run the micro-batches forward, and backward unless forward_only -> (metrics per
-        micro-batch, sum of their counts). last: True if DDP shall average the gradients over ranks
-        in the last micro-batch's backward pass."""
+        """Run micro-batches forward, and backward unless forward_only -> (metrics of each, sum of
+        their counts of tokens or pairs). forward_step(iterator, model): runs the next one. last:
+        True if DDP shall average the gradients over ranks, in the last backward pass; False if more
+        are to be added."""
         iterator = iter(micro_batches)
         metrics = []
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
@@ -465,13 +471,13 @@ class TorchBackend(Backend):
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def _backward(self, loss: torch.Tensor, count: torch.Tensor, num_micro_batches: int) -> None:
-        """Run the backward pass of one micro-batch.
+        """Run the backward pass of one micro-batch. loss: its summed loss. count: the number of
+        tokens or pairs in that sum.
 
-        With calculate_per_token_loss, its gradients are those of the summed loss, and
-        finish_gradients() divides them by the count of the step. Otherwise the loss is divided by
-        its count and by the number of micro-batches. Balancing losses are added, and fp16
-        multiplies the loss by its scale.
-        """
+        With calculate_per_token_loss, gradients are those of the summed loss, and
+        finish_gradients() divides them later by the count of the step. Otherwise the loss is
+        divided by its count and by num_micro_batches. The routers' balancing losses are added. With
+        fp16 the loss is multiplied by the loss scale."""
         if not self.args.calculate_per_token_loss:
             loss = mean_of(loss, count)
         loss = loss + self.routers.losses_of_pass()
@@ -496,8 +502,9 @@ class TorchBackend(Backend):
         reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
-        """Turn gradients averaged over ranks into their sum over ranks, divided by the count of all
-        ranks. tokens: this rank's count (of tokens or pairs), summed in place. Collective."""
+        """Divide gradients by the number of tokens (or pairs) of all ranks. Before, they are
+        averages over ranks; after, they are sums over ranks divided by that number. tokens: this
+        rank's number, summed over ranks in place. Collective."""
         tokens = parallel.sum_over_all(tokens)
         if grads := self._gradients():
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))
@@ -558,9 +565,9 @@ class TorchBackend(Backend):
     def _tensors_of_files(
         self, dtype: torch.dtype, change: Change | None = None, device: torch.device | None = None
     ) -> NamedTensors:
-        """Yield (name in a Hugging Face file, tensor) of each tensor, on global rank 0 only.
-        Parameters are cast to `dtype`; buffers keep theirs. change(name, tensor) may replace each
-        tensor first.
+        """Yield (name in a Hugging Face file, tensor) for each tensor of the model, on global rank
+        0; nothing on other ranks. Parameters are cast to `dtype`; buffers keep their dtype. change:
+        a function of (name, tensor) whose result replaces the tensor before the cast.
 
         device: for copies of the tensors; None: the CPU, where tensors may share the model's
         memory."""

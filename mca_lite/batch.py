@@ -34,8 +34,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def for_backward(function: _Function) -> _Function:
-    """Decorate a function whose result is cached: its tensors can be saved for backward even if the
-    first call is in inference mode."""
+    """Decorate a function whose result is cached, so that its tensors can be saved for backward
+    even if the first call is in inference mode."""
     decorated: Any = torch.inference_mode(False)(function)
     return decorated
 
@@ -61,8 +61,9 @@ def document_lengths(mask: torch.Tensor) -> list[list[int]]:
 
 
 def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
-    """For each document the indices of its tokens in the flattened rows [b * width]. lengths: for
-    each row the lengths of its documents, which follow one another from the row's start."""
+    """For each document the indices of its tokens, counted over a batch's rows laid end to end [b *
+    width]. lengths: for each row the lengths of its documents, which follow one another from the
+    row's start. width: tokens in a row, with padding."""
     return [
         places
         for number, of_row in enumerate(lengths)
@@ -71,7 +72,8 @@ def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
 
 
 def _padded(column: torch.Tensor, dim: int, more: int, value: float) -> torch.Tensor:
-    """The column with `more` values appended along dimension `dim`."""
+    """Lengthen a column at its end: `more` elements with the number `value` are appended along
+    dimension `dim`."""
     return F.pad(column, (0, 0) * (column.dim() - dim - 1) + (0, more), value=value)
 
 
@@ -82,13 +84,12 @@ def _taken(
     per_sample: int,
     pad_token_id: int,
 ) -> Batch:
-    """A batch that keeps only some tokens. Columns per token are indexed with `places`; columns per
+    """Keep only some tokens of a batch. Columns per token are indexed with `places`; columns per
     document or sample become [n], without the values of padding rows; columns of images and other
     inputs stay as they are.
 
-    places: indices into the flattened rows, -1 for padding; None keeps columns per token. lengths:
-    from document_lengths(). per_sample: documents per sample.
-    """
+    places: indices counted over the rows laid end to end, -1 for padding; None: columns per token
+    stay too. lengths: from document_lengths(). per_sample: documents per sample."""
     taken = {}
     for name, column in batch.items():
         if is_of_inputs(name):
@@ -106,9 +107,9 @@ def _taken(
 
 
 def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tensor:
-    """Reduce `column` [documents] to [samples]: the one value that all documents of a sample have.
-    per_sample: documents per sample. Raises ValueError if the documents of a sample have different
-    values."""
+    """Reduce a column with a value per document to one with a value per sample: [documents] ->
+    [samples]. per_sample: documents per sample. name: the column's, for the error. Raises
+    ValueError if the documents of a sample have different values."""
     of_samples = column.view(len(column) // per_sample, per_sample)
     expect(
         bool((of_samples == of_samples[:, :1]).all()),
@@ -118,8 +119,9 @@ def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tenso
 
 
 def _with_masks(batch: Batch) -> Batch:
-    """The batch with attention_mask (ones if absent) and padding_mask, which is True where
-    attention_mask is 0. Registered columns per token get their padding value there."""
+    """A copy of a batch with attention_mask (ones if absent) and padding_mask (True where
+    attention_mask is 0). At these positions the registered columns per token, such as those that
+    user scripts added, get their padding value."""
     mask = batch.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(batch["input_ids"])
@@ -208,7 +210,8 @@ def real_documents(batch: Batch) -> torch.Tensor:
 def in_documents(batch: Batch, values: Any, parts: int = 1) -> torch.Tensor:
     """Sum per-token values over each document of an arranged batch (from pack or split): [...,
     rows, s] -> [..., documents], documents of padding included. parts: number of ranks that each
-    hold an equal part of every document; the values, and so the sums, are one rank's."""
+    hold an equal part of every document; `values` has one rank's tokens, and the sums are over
+    these."""
     if "cu_seqlens" not in batch:
         return values.sum(-1)
     lengths = np.diff(batch["cu_seqlens"]) // parts
@@ -224,8 +227,9 @@ def _without_tail(packed: Batch) -> dict[str, Any]:
 
 
 def join(batches: list[Batch]) -> Batch:
-    """Concatenate arranged batches (from pack or split) into one: packed rows end to end, each
-    without the padding at its end; unpacked rows, of equal length, as rows of one batch."""
+    """Concatenate arranged batches (all from pack, or all from split) into one. Packed rows are
+    laid end to end, each without the padding at its end. Unpacked rows, of equal length, become
+    rows of one batch."""
     joined = {}
     is_packed = "cu_seqlens" in batches[0]
     if is_packed:
@@ -317,8 +321,8 @@ GRAPH_LENGTH = 256
 
 
 def _rounded(size: int, least: int) -> int:
-    """`size` rounded up to the next of least * 1, 1.5, 2, 3, 4, 6, 8, ..., to have few different
-    sizes."""
+    """Round a size up, so that few different sizes occur: to the next of least * 1, 1.5, 2, 3, 4,
+    6, 8, and so on."""
     above = least
     while above < size:
         above *= 2
@@ -328,15 +332,14 @@ def _rounded(size: int, least: int) -> int:
 @dataclass(eq=False)  # compared by identity, as a key of caches
 class RowLayout:
     """The segments, positions and borders of a packed row that attention needs on one
-    context-parallel rank, which holds t / cp of the row's tokens.
+    context-parallel rank. The rank holds t / cp of the row's t tokens.
 
-    segments: (q0, q1, k0, k1): local queries q0:q1 see keys k0:k1 of the whole row, causally, so
-    that the last query sees the last key. positions int64 [t / cp]: each local token's position in
-    its document. index int64 [t / cp], on the host: each local token's index in the whole row.
-    order int64 [t]: permutes the concatenated parts of all ranks into the row's order; None if cp
-    is 1. borders int32 [documents + 1]: cu_seqlens of the whole row. longest: length of the longest
-    document.
-    """
+    segments: (q0, q1, k0, k1): the rank's queries q0:q1 see keys k0:k1 of the whole row, causally,
+    so that the last query sees the last key. positions int64 [t / cp]: position of each of the
+    rank's tokens in its document. index int64 [t / cp], on the host: their indices in the whole
+    row. order int64 [t]: permutes the concatenated tokens of all ranks into the row's order; None
+    if cp is 1. borders int32 [documents + 1]: cu_seqlens of the whole row. longest: length of the
+    longest document."""
 
     segments: list[tuple[int, int, int, int]]
     positions: torch.Tensor
@@ -347,7 +350,7 @@ class RowLayout:
 
     @functools.cached_property
     def same_length(self) -> int | None:
-        """The common length of all documents, if they have one and cp is 1; otherwise None."""
+        """The length of all documents, if they have the same one and cp is 1; otherwise None."""
         lengths = {q1 - q0 for q0, q1, _, _ in self.segments}
         return self.longest if self.order is None and len(lengths) == 1 else None
 
@@ -383,9 +386,9 @@ class RowLayout:
     @functools.cached_property
     @for_backward
     def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
-        """(cu_seqlens int32, longest document). The number of documents and the longest length are
-        rounded up to few sizes, so that a kernel compiled for fixed shapes serves many rows; empty
-        documents are appended to cu_seqlens. Only for cp 1."""
+        """(cu_seqlens int32, longest document) for an attention kernel that is compiled for fixed
+        shapes. The number of documents and the longest length are rounded up to few sizes, so that
+        one kernel serves many rows; empty documents are appended to cu_seqlens. Only for cp 1."""
         count = len(self.borders) - 1
         more = _rounded(count, GRAPH_DOCUMENTS) - count
         borders = torch.cat((self.borders, self.borders[-1:].expand(more)))
@@ -398,10 +401,10 @@ def _borders(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (document start, chunk start, chunk end), indices in the whole row, for each chunk that
-    a context-parallel rank holds. cu: the row's document borders. A chunk is a whole document if
-    cp_size is 1. Otherwise raises ValueError if a document cannot be cut into 2 * cp_size equal
-    chunks."""
+    """Yield the chunks of a packed row that a context-parallel rank holds: (document start, chunk
+    start, chunk end), as indices in the whole row. cu: the row's document borders. With cp_size 1
+    each document is one chunk. With more, the rank holds two of the 2 * cp_size equal chunks of
+    each document; ValueError if a document cannot be cut so."""
     for start, end in itertools.pairwise(cu):
         if cp_size == 1:
             yield start, start, end
@@ -417,8 +420,8 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """int64 [t / cp]: the tokens that a context-parallel rank holds, in its order, as indices in
-    the whole packed row. cu: the row's document borders, from 0 to t. Raises ValueError if
+    """The tokens of a packed row that a context-parallel rank holds, in its order: int64 [t / cp],
+    indices in the whole row. cu: the row's document borders, from 0 to t. Raises ValueError if
     cp_size is above 1 and a document cannot be cut into 2 * cp_size equal chunks."""
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
@@ -426,9 +429,9 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
 @functools.lru_cache(16)  # most pipelines have fewer micro-batches in flight
 @for_backward
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
-    """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
-    Tensors for attention are on `device`. Raises ValueError if cp_size is above 1 and a document
-    cannot be cut into 2 * cp_size equal chunks."""
+    """The RowLayout (segments and positions for attention) of a packed row on a context-parallel
+    rank. cu: the row's document borders. Tensors for attention are on `device`. Raises ValueError
+    if cp_size is above 1 and a document cannot be cut into 2 * cp_size equal chunks."""
     borders = torch.tensor(cu)
     lengths = borders.diff()
     segments = []
@@ -450,7 +453,8 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's PackedSeqParams for the thd format, plus the row's layout for attention."""
+    """megatron's PackedSeqParams for packed rows (format thd), with the RowLayout that this
+    package's attention needs."""
 
     layout: RowLayout | None = None
 

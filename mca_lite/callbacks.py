@@ -48,8 +48,8 @@ class TrainerState:
 
     @property
     def position(self) -> int:
-        """Steps done in the data's order: the steps made, plus the steps that were left out because
-        a callback ended an epoch early."""
+        """The run's position in the order of its data, in steps: the steps made, plus the steps
+        that were left out because a callback ended an epoch early."""
         return self.global_step + self.left_out_steps
 
     @property
@@ -113,10 +113,11 @@ FLAGS = tuple(TrainerControl.__dataclass_fields__)
 def raise_flags(
     control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
 ) -> None:
-    """Set should_log, should_evaluate and should_save if it is time by the strategies and intervals
-    in `args`. Called after `state` has counted a step. At max_steps all three are set, except for a
-    strategy "no". end_of_epoch: True after the last step of an epoch or of the run. Flags that are
-    set already stay set."""
+    """Set those of the flags should_log, should_evaluate and should_save that are due after a step,
+    as logging_steps, eval_strategy, save_strategy and their intervals in `args` say. Called after
+    `state` has counted the step. At max_steps all three are due, except for a strategy "no"; not so
+    if a callback ends the run earlier. end_of_epoch: True after the last step of an epoch or of the
+    run. Flags that are set already stay set."""
     last = state.is_over
 
     def is_time(strategy: str, interval: Any) -> bool:
@@ -273,19 +274,19 @@ def value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
 
 
 def gain_of(args: Keys, value: float, best: float | None) -> float:
-    """By how much `value` of the ranking metric is better than `best`; infinity if `best` is None
-    and the value finite, NaN if the value is NaN."""
+    """By how much `value`, of the metric that ranks checkpoints, is better than `best`; negative if
+    it is worse. If `best` is None, infinity for a finite value. NaN if the value is NaN."""
     _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
     sign = 1 if rises else -1
     return sign * value - (-math.inf if best is None else sign * best)
 
 
 class BestModel(TrainerCallback):
-    """Keeps track of the best evaluation in state.best_metric and best_global_step, and of a
-    checkpoint in best_model_checkpoint: the one saved at the best step, before or after the
-    evaluation; if there is none, an earlier best step's. With load_best_model_at_end it asks for a
-    checkpoint of each best step that has none yet, and the trainer loads the best one at the
-    end."""
+    """Notes the best evaluation so far in `state`: its value (best_metric), its step
+    (best_global_step), and the checkpoint of that step (best_model_checkpoint), which may be saved
+    before or after the evaluation. Until there is one, best_model_checkpoint is the checkpoint of
+    an earlier best step, if any. With load_best_model_at_end, this callback asks for a checkpoint
+    of each best step that has none yet, and the trainer loads the best one at the end."""
 
     _last_saved: tuple[int, str] = (-1, "")
 

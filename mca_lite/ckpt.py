@@ -50,11 +50,10 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 
 class TorchSnapshot:
-    """Weights (with LoRA only the trained ones), and optionally optimizer state, of the torch
-    backend, ready to be written. Only the main rank keeps and writes them, because all ranks have
-    the same. copy: function that copies a
-    tensor to host memory, so that later steps do not change it; None: Tensor.cpu, which does not
-    copy a CPU tensor."""
+    """The torch backend's weights (with LoRA only the trained ones), and the optimizer's state if
+    `optimizer` is given, ready to be written. Only the main rank keeps and writes them, because all
+    ranks have the same. copy: function that copies a tensor to host memory, so that later steps do
+    not change it; None: Tensor.cpu, which does not copy a CPU tensor."""
 
     def __init__(
         self, model: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
@@ -77,20 +76,22 @@ class TorchSnapshot:
         return [x.nbytes for _, x in _changing(model)] if parallel.is_main() else []
 
     def write(self, folder: Path) -> tuple[Entries, None]:
-        """Write this rank's files -> ({file: its manifest entry}, None). Not collective."""
+        """Write the files that this rank keeps -> ({file: its entry in the manifest}, None). Not
+        collective."""
         names = list(self._files)
         for name in names:
             save_file(self._files.pop(name), folder / name)
         return ckpt_folder.measure_all(folder, names), None
 
     def finish(self, folder: Path, results: list[Any]) -> list[str]:
-        """The names of files that the main rank adds once all ranks have written: none."""
+        """The names of files that the main rank adds to the checkpoint once all ranks have written
+        theirs. This backend has no such files: the list is empty."""
         return []
 
 
 def _changing(model: Any) -> NamedTensors:
-    """(name, tensor) of each weight and buffer to save. With adapters (LoRA), only trained weights
-    are saved."""
+    """(name, tensor) of each weight and buffer that a checkpoint of the torch backend has. With
+    adapters (LoRA) it has only the trained weights."""
     is_whole = finetuning_of(model).is_whole
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
@@ -105,9 +106,10 @@ def _states(model: Any, optimizer: Any) -> NamedTensors:
 
 
 def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
-    """Read the weights, and optionally the optimizer state, that a TorchSnapshot wrote, in place. A
-    parameter without any stored state gets none. Raises CheckpointError for most other missing
-    names, or another shape."""
+    """Load what a TorchSnapshot wrote: the weights into the model and, if `optimizer` is given, the
+    optimizer's state, in place. A parameter for which no state was stored gets none. Raises
+    CheckpointError for a missing weight, for a tensor of another shape, and mostly for a parameter
+    of which only a part of the state was stored."""
     read, _ = _reader(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
@@ -136,8 +138,8 @@ def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
-    """(a function that reads a tensor by name, the names in a safetensors file). The function also
-    takes the allowed shapes, and raises CheckpointError for another shape or a missing name."""
+    """Open a safetensors file -> (read, names of its tensors). read(name, *shapes) returns a
+    tensor, and raises CheckpointError if the tensor is missing or has none of these shapes."""
     slices = slices_of(path)
 
     def read(name: str, *shapes: Shape) -> torch.Tensor:
@@ -186,9 +188,9 @@ class Checkpoints:
         return self._job is not None and self._job.thread.is_alive()
 
     def prepare(self) -> None:
-        """With async_save, unless save_strategy is "no": start to reserve host memory for the
-        copies that are written while training goes on. Prints a note if they need more memory than
-        the host has free."""
+        """Start to reserve host memory for the copies that are written while training goes on. This
+        is for async_save; without it, or with save_strategy "no", nothing is done. Prints a note if
+        the copies need more memory than the host has free."""
         args = self.trainer.args
         if not args.async_save or args.save_strategy == "no":
             return
@@ -212,12 +214,12 @@ class Checkpoints:
         return None if self.trainer.args.save_only_model else self.trainer.backend.optimizer
 
     def begin(self) -> None:
-        """Write the state of this step to a temporary folder; with async_save it is copied, and a
-        thread goes on writing after the return.
+        """Write the state of this step to a temporary folder. With async_save the state is copied,
+        and a thread goes on writing after the return.
 
-        Raises CheckpointError, on every rank, if the folder cannot be made. Adapters and hf/ are
-        written before the return, and their errors are raised here; those of writing the state are
-        raised by finish()."""
+        Raises CheckpointError, on every rank, if the folder cannot be made. Adapters and hf/ (the
+        model in Hugging Face's format) are written before the return, and their errors are raised
+        here. Errors in writing the state are raised by finish()."""
         trainer = self.trainer
         args = self.trainer.args
         step = self.written_step = trainer.state.global_step
@@ -248,13 +250,14 @@ class Checkpoints:
                 self._job.write()
 
     def finish(self) -> None:
-        """Wait until all ranks have written the checkpoint that begin() began, if there is one, and
-        give its folder its name.
+        """Wait until all ranks have written the checkpoint that begin() began, and give its folder
+        its name. Does nothing if no checkpoint was begun.
 
-        Older checkpoints are pruned after the next good step or at the end of the run, because
-        finite weights may still have diverged; at once without check_for_nan_in_loss_and_grad.
-        Raises CheckpointError, on every rank, if a part could not be written; earlier checkpoints
-        are untouched."""
+        Older checkpoints are deleted by prune(), which is mostly called after the next good step or
+        at the end of the run: the new weights are finite, but may have diverged. Without
+        check_for_nan_in_loss_and_grad finish() calls it at once. Raises CheckpointError, on every
+        rank, if a part of the checkpoint could not be written; earlier checkpoints are untouched
+        then."""
         job = self._job
         if job is None:
             return
@@ -274,9 +277,11 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Delete the oldest checkpoints over save_total_limit, but neither the newest nor the best
-        one. Call it after a good step, which shows that the newest one's weights are good; without
-        a new checkpoint since the last call it does nothing. Raises CheckpointError, on every rank,
-        if deleting fails; with async_save a later call may raise it. Collective."""
+        one. Call it after a good step, which shows that the newest one's weights are good. If there
+        is no new checkpoint since the last call, nothing is deleted.
+
+        Raises CheckpointError, on every rank, if deleting fails; with async_save, which deletes in
+        a thread, a later call may raise it. Collective."""
         folder = self.unproven
         if folder is None:
             return
@@ -294,8 +299,8 @@ class Checkpoints:
         parallel.on_main(prune, CheckpointError)
 
     def _end_removals(self) -> None:
-        """Wait until the main rank's thread has deleted older checkpoints. Raises an error of its
-        deletions."""
+        """Wait until the main rank's thread has deleted older checkpoints. Raises the error of a
+        deletion that failed."""
         for removal in self._removing:
             removal.result()
         self._removing = []
@@ -307,10 +312,11 @@ class Checkpoints:
 
     def resume(self, choice: str | bool | None) -> None:
         """Find the checkpoint to resume from, and load its state into the trainer and its
-        callbacks; without one neither changes. choice: "auto" or True for the newest good one in
-        output_dir, or a path; None or False: none. Raises CheckpointError if the checkpoint cannot
-        be resumed from, or if a new run would begin beside checkpoints without
-        overwrite_output_dir. ValueError if its adapters do not fit. Collective."""
+        callbacks. If there is none, trainer and callbacks stay as they are. choice: "auto" or True
+        for the newest good one in output_dir, or a path; None or False: none. Raises
+        CheckpointError if the run cannot be resumed from the checkpoint, or if a new run would
+        begin beside checkpoints without overwrite_output_dir; ValueError if adapters in the
+        checkpoint do not fit the model. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         say = trainer.report.print
@@ -321,13 +327,14 @@ class Checkpoints:
             restore_states(trainer.callbacks, trainer.state.stateful_callbacks)
 
     def _load(self, folder: Path) -> None:
-        """Load the state of a verified checkpoint into the trainer. Collective.
+        """Load the state of a verified checkpoint into the trainer. A printed line lists most
+        settings that have changed since the checkpoint. Collective.
 
-        Raises CheckpointError for a checkpoint without optimizer state, or of a run with another
-        global batch size or objective, other settings that decide the optimizer's state, or
-        settings of a part that is not installed; also for other data, or adapters of another base
-        model, if the checkpoint has facts by which to notice them. A line lists most other changed
-        settings."""
+        Raises CheckpointError if the checkpoint has no optimizer state, if it needs a part of this
+        package that is not installed, or if its run had another global batch size, another
+        objective, or another setting that decides the optimizer's state. Other data, or another
+        base model of adapters, are refused too if the checkpoint has facts by which to notice them.
+        """
         trainer = self.trainer
         record, state = read_records(folder)
         if not record["with_optimizer"]:
@@ -375,9 +382,10 @@ class Checkpoints:
             trainer.report.print(f"{others} {', '.join(taken)}")
 
     def _tidy(self, folder: Path) -> None:
-        """Set aside the checkpoints that are newer than the step from which this run resumes. If
-        the run resumes from its own output_dir, prune older checkpoints over save_total_limit. For
-        the main rank."""
+        """Rename the checkpoints in output_dir that are newer than the step from which this run
+        resumes, so that they no longer count. If `folder`, the resumed checkpoint, is in
+        output_dir, also delete the oldest checkpoints over save_total_limit. Called on the main
+        rank."""
         args = self.trainer.args
         state = self.trainer.state
         ckpt_folder.set_newer_aside(args.output_dir, state.global_step, self.trainer.report.print)
@@ -411,7 +419,12 @@ class Checkpoints:
 
 @dataclass
 class _Job:
-    """One checkpoint being written: this rank's files, and the results of writing them."""
+    """One checkpoint being written by this rank. final: the checkpoint's folder. temporary: the
+    folder to write to, which complete() renames to `final` if they differ. snapshot: weights and
+    optimizer state, ready to be written. facts: for the manifest. files: {name: content} of files
+    to write too. exported: names of files that are there already. error, results, entries: results
+    of writing: the exception, what snapshot.write() returned for complete(), and the files'
+    manifest entries."""
 
     final: Path
     temporary: Path
@@ -478,8 +491,8 @@ def _facts(
 
 
 def _state_to_store(state: TrainerState, final: Path) -> str:
-    """The state as JSON for the checkpoint `final`. If this step has the best evaluation so far,
-    `final` becomes best_model_checkpoint."""
+    """The trainer's state as JSON text, to be stored in the checkpoint `final`. If the best
+    evaluation so far was at this step, best_model_checkpoint is `final` in that text."""
     best = state.best_model_checkpoint
     if state.best_global_step == state.global_step:
         best = str(final)
@@ -505,9 +518,10 @@ _KINDS = {  # the types of training.json's fields
 
 
 def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
-    """A checkpoint's training.json as a dict, and its trainer_state.json as a TrainerState. Raises
-    CheckpointError if a file cannot be read, if a field of _KINDS or of the state has another type,
-    or if counts do not fit the manifest's step."""
+    """Read a checkpoint's training.json and trainer_state.json -> (dict, TrainerState). Raises
+    CheckpointError if a file cannot be read, if a field of _KINDS or of the TrainerState has
+    another type than it should, if the counts of steps do not fit the step in the checkpoint's
+    manifest, or if the count of samples is negative."""
     path = folder / TRAINING_NAME
     try:
         record = read_json(path)
@@ -526,9 +540,10 @@ def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
 
 
 def load_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> None:
-    """Verify a checkpoint, and load its weights, and its optimizer state with with_optimizer.
-    Raises CheckpointError if it is damaged, does not fit the backend and model, or lacks that
-    state; ValueError if its adapters do not fit. Collective."""
+    """Verify a checkpoint, and load its weights into the backend's model. with_optimizer: True to
+    load the optimizer's state too. Raises CheckpointError if the checkpoint is damaged, does not
+    fit the backend and model, or lacks an optimizer state that is asked for; ValueError if adapters
+    in the checkpoint do not fit the model. Collective."""
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:
@@ -537,10 +552,9 @@ def load_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> 
 
 
 def save_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> None:
-    """Write the weights (with LoRA only the trained ones), and the optimizer state with
-    with_optimizer, as a checkpoint with a manifest, which load_model() reads. Raises
-    CheckpointError if it cannot be written (OSError for the files of adapters). Collective.
-    """
+    """Write a model's weights (with LoRA only the trained ones) as a checkpoint with a manifest,
+    which load_model() reads. with_optimizer: True to write the optimizer's state too. Raises
+    CheckpointError if it cannot be written (OSError for the files of adapters). Collective."""
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
@@ -558,10 +572,11 @@ def write_weights(
     with_optimizer: bool = False,
     exported: list[str] | None = None,
 ) -> None:
-    """Write a snapshot and its manifest into a folder. backend: the name of the backend that made
-    it. hf_config: the model's, for its identity in the manifest. with_optimizer: True if the
-    snapshot has optimizer state. exported: further files that this rank wrote there. Raises
-    CheckpointError, on every rank, if any rank fails. Collective."""
+    """Write a snapshot (weights ready to be written) and a manifest into a folder, which
+    load_model() reads as a checkpoint. backend: the name of the backend that made the snapshot.
+    hf_config: the model's config, by which the manifest identifies the model. with_optimizer: True
+    if the snapshot has optimizer state. exported: names of files that this rank has already written
+    there. Raises CheckpointError, on every rank, if any rank fails. Collective."""
     facts = _facts(backend, hf_config, with_optimizer=with_optimizer)
     job = _Job(folder, folder, snapshot, facts, {}, exported or [])
     job.write()
@@ -572,8 +587,9 @@ def write_weights(
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """The TrainingArguments as JSON values by key, to store in checkpoints and compare on resume.
-    Leaves out gradient_accumulation_steps if global_batch_size is set."""
+    """The TrainingArguments as {key: JSON value}, to store in checkpoints and compare on resume.
+    gradient_accumulation_steps is left out if global_batch_size is set, since it then depends on
+    the number of ranks."""
     settings = args.to_dict()
     if args.global_batch_size is not None:
         del settings["gradient_accumulation_steps"]  # it follows from the number of ranks
@@ -581,9 +597,10 @@ def settings_of(args: Any) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """{key: (value before, value now) as text} where settings or records differ. A missing key has
-    its default, or None if it is no configuration key. Keys that only say how a run starts, such
-    as output_dir, are left out."""
+    """Compare settings or records of an earlier run with those of this run -> {key:
+    (value before, value now) as text} for the keys that differ. A key that is missing on one side
+    counts as its default there, or as None if it is no configuration key. Keys that only say how a
+    run starts, such as output_dir, are left out."""
     found = {}
     for key in sorted((before.keys() | now.keys()) - _OF_A_START):
         default = default_of(key_fields()[key]) if key in key_fields() else None
@@ -594,14 +611,16 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str,
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """{key: (value before, value now) as text} where settings differ. Keys of optional parts of
-    this package that are not installed are left out of the settings before."""
+    """Compare a checkpoint's settings with those of this run -> {key: (value before, value now) as
+    text} for those that differ. Keys in `before` of optional parts that are not installed are
+    ignored."""
     return changes({key: before[key] for key in before.keys() - parts.absent_keys().keys()}, now)
 
 
 def refuse_missing_parts(before: dict[str, Any], folder: Path) -> None:
     """Raise CheckpointError if a checkpoint's settings need an optional part of this package that
-    is not installed. before: the settings."""
+    is not installed. before: the checkpoint's settings by key. folder: the checkpoint, for the
+    message."""
     for key, name in parts.needed(before).items():
         reason, remedy = parts.need_of(name)
         saved = f"{folder} was saved with {key} {_shown(before[key])}"
@@ -613,8 +632,8 @@ def _ranking(settings: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
-    """Settings that may not change when a run is resumed, such as those that decide which
-    optimizer state a checkpoint has. before: the settings in the checkpoint."""
+    """Keys whose values must stay the same when a run is resumed, such as those that decide which
+    optimizer state a checkpoint has. before: the settings in the checkpoint by key."""
     fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():
         fixed += row.fixed
@@ -627,8 +646,9 @@ def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
 
 
 def _refuse_changes(changed: dict[str, Any], keys: Iterable[str], folder: Path) -> None:
-    """Raise CheckpointError if one of `keys` is in `changed`, which maps keys to (old, new)
-    text."""
+    """Raise CheckpointError if a setting that must stay the same has changed. changed: {key:
+    (old, new) as text}. keys: the keys that must not be among them. folder: the checkpoint, for the
+    message."""
     for key in changed.keys() & keys:
         was, now = changed[key]
         raise CheckpointError(
@@ -659,8 +679,9 @@ def random_states() -> bytes:
 
 def restore_random_states(folder: Path, is_same_layout: bool) -> None:
     """Restore this rank's random states (torch, CUDA, megatron, python, numpy) from a checkpoint's
-    folder, if is_same_layout and the rank's file is there. Raises CheckpointError, on every rank,
-    if any rank's file has other content. Collective."""
+    folder. is_same_layout: True if this run has the checkpoint's parallel layout; if False, or if
+    the rank's file is missing, the states stay as they are. Raises CheckpointError, on every rank,
+    if a rank cannot read its file. Collective."""
     path = folder / f"rng-{parallel.rank()}.pt"
 
     def restore() -> None:

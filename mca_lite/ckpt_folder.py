@@ -62,9 +62,9 @@ def hold(output_dir: PathLike) -> Iterator[None]:
     missing.
 
     If the file system has locks, the main rank locks a file, and at the end removes the folder if
-    it holds nothing else; the lock ends with the process. Contexts may be nested: the outermost
-    one counts. Raises OutputFolderError if another run trains in the folder, if it cannot be
-    written, or if the nodes do not share it. Collective on entry."""
+    it holds nothing else; the lock ends with the process. Contexts may be nested: the lock is held
+    until the outermost one ends. Raises OutputFolderError if another run trains in the folder, if
+    it cannot be written, or if the nodes do not share it. Collective on entry."""
     folder = Path(output_dir)
     with contextlib.ExitStack() as held:
         is_new = parallel.on_main(lambda: _take(folder, held), OutputFolderError)
@@ -74,9 +74,10 @@ def hold(output_dir: PathLike) -> Iterator[None]:
 
 
 def _take(folder: Path, held: contextlib.ExitStack) -> bool:
-    """Lock the folder until `held` closes, if its file system has locks -> True if this process had
-    not locked it before.
-    OutputFolderError if another run has locked it, or if it cannot be written."""
+    """Lock the folder against other runs, if its file system has locks; the folder is made if it is
+    missing. held: when it closes, the lock is released. Returns True if this process had not locked
+    the folder before. OutputFolderError if another run has locked it, or if it cannot be written.
+    """
     # a singleton per path and process: a second lock counts up instead of waiting
     lock = FileLock(folder.absolute() / LOCK_NAME, is_singleton=True)
     is_new = not lock.is_locked
@@ -172,18 +173,19 @@ class CheckpointError(UserError, ValueError):
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """A file's manifest entry: size and checksum."""
+    """A file's entry in the manifest (a checkpoint's list of files): its size and checksum."""
     return entry_of(*checksum(path))
 
 
 def entry_of(size: int, crc: int) -> dict[str, Any]:
-    """The manifest entry for a file of this size and checksum."""
+    """The entry in the manifest (a checkpoint's list of files) for a file of `size` bytes with the
+    CRC-32 `crc`."""
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
 def measure_all(folder: Path, names: Sequence[str]) -> Entries:
-    """{name: manifest entry} of files in a folder, whose bytes are flushed to disk before it
-    returns."""
+    """{name: its entry in the manifest, size and checksum} of files in a folder. The files are
+    flushed to disk before it returns."""
     # flushing to disk and computing checksums overlap
     with ThreadPoolExecutor(1) as flusher:
         flushed = flusher.map(sync, [folder / name for name in names])
@@ -200,8 +202,9 @@ def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any], files: Entries) -> None:
-    """Write manifest.json, after the files it names. facts: backend, step, with_optimizer, model.
-    files: {name: entry_of(size, crc)}."""
+    """Write manifest.json into a checkpoint's folder. It completes the checkpoint, so it is written
+    after the files that it names. facts: the fields backend, step, with_optimizer and model. files:
+    {name: entry_of(size, crc)}."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
     record["crc32"] = crc_of(record)
     write_file(folder / MANIFEST_NAME, json.dumps(record, indent=1) + "\n")
@@ -230,8 +233,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_manifest(record: dict[str, Any]) -> None:
-    """Raise ValueError, KeyError, TypeError or AttributeError for a manifest with a wrong checksum,
-    missing fields, or files outside its folder. Of a newer format only the checksum is checked."""
+    """Check the contents of a manifest.json. Raises ValueError, KeyError, TypeError or
+    AttributeError for a wrong checksum, missing fields, or files outside the checkpoint's folder.
+    If its format is newer than this version's, only the checksum is checked."""
     if record["crc32"] != crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
@@ -244,8 +248,8 @@ def _check_manifest(record: dict[str, Any]) -> None:
 
 
 def check_kinds(record: dict[str, Any], kinds: dict[str, type]) -> None:
-    """Raise ValueError if a field of `kinds` is missing from the record, or is not of exactly this
-    type."""
+    """Check the types of a record's fields. kinds: {field: its type}. Raises ValueError if one of
+    these fields is missing, or is not of exactly this type."""
     for key, kind in kinds.items():
         if type(record.get(key)) is not kind:
             raise ValueError(f"expected {key}, of type {kind.__name__}")
@@ -338,8 +342,11 @@ def _named_old(folder: Path) -> Path:
 
 
 def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[Path]:
-    """Rename the oldest checkpoints over `limit` (None: no limit), so that they no longer count as
-    checkpoints and can be deleted later -> their new paths. `newest` and `best` are kept."""
+    """Rename the oldest checkpoints if there are more than `limit`, so that the renamed ones no
+    longer count as checkpoints and can be deleted later -> their new paths.
+
+    newest: the newest checkpoint's folder. best: the best one's path, or None. These two are kept.
+    limit: the number of checkpoints that may stay; None: no limit."""
     there = list_checkpoints(newest.parent)
     kept = {newest.name, Path(best or "").name}
     spare = [folder for folder in there if folder.name not in kept]
@@ -347,7 +354,8 @@ def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[P
 
 
 def prune(newest: Path, best: str | None, limit: int | None) -> None:
-    """Delete the oldest checkpoints over `limit` (None: no limit), but never `newest` or `best`."""
+    """Delete the oldest checkpoints if there are more than `limit` (None: no limit). newest: the
+    newest checkpoint's folder. best: the best one's path, or None. These two are never deleted."""
     for folder in set_spare_aside(newest, best, limit):
         shutil.rmtree(folder)
 
@@ -409,8 +417,12 @@ def choose(
     say: Callable[[str], None],
 ) -> Path | None:
     """Find and verify the checkpoint to resume from, without changing output_dir -> its folder;
-    None to start anew. choice: "auto", True or a path. Other arguments and the errors are those of
-    find(). Collective."""
+    None to start anew.
+
+    choice: "auto" or True for the newest good checkpoint in output_dir, or a path. backend: the
+    run's, "megatron" or "torch". identity: model_identity() of the run's model. say: prints a line.
+    Raises CheckpointError for a damaged path, if there are checkpoints and none is good, and for a
+    checkpoint of another model or backend or a newer version. Collective over all ranks."""
     if choice not in (True, "auto"):
         refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")
@@ -434,11 +446,11 @@ def choose(
 
 def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
     """Verify a checkpoint -> text about its damage, the same on every rank; "" if there is none.
-    backend, identity: the run's, as in find(). Collective over all ranks.
+    backend: the run's, "megatron" or "torch". identity: model_identity() of the run's model.
+    Collective over all ranks.
 
     Raises CheckpointError for a readable manifest of a newer format, or of another backend or
-    model.
-    """
+    model."""
     try:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
     except CheckpointError as error:
@@ -466,15 +478,16 @@ def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
 
 def refuse_damage(folder: Path, backend: str, identity: dict[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint is damaged, or of another model, backend or version.
-    backend, identity: the run's, as in find(). Collective."""
+    backend: the run's, "megatron" or "torch". identity: model_identity() of the run's model.
+    Collective over all ranks."""
     bad = inspect(folder, backend, identity)
     if bad:
         raise CheckpointError(bad)
 
 
 def check_new(args: Keys) -> list[Path]:
-    """The checkpoints in output_dir, which a run that starts anew must remove. Raises
-    CheckpointError if there are any and overwrite_output_dir is not set."""
+    """List the checkpoint folders in output_dir, complete or not, that a run must remove to start
+    anew. Raises CheckpointError if there are any and overwrite_output_dir is not set."""
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
         raise CheckpointError(

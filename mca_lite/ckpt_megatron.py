@@ -58,8 +58,9 @@ _BUFFER_BYTES = 1 << 25  # a thread reads this much of a file at once
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read index.json in a folder of tensors. Raises CheckpointError if it is missing or no JSON
-    object, and for the index of an earlier version."""
+    """Read index.json in a checkpoint's folder of tensors. It tells where in the files the parts of
+    each tensor are. CheckpointError if the index is missing or no JSON object, or if an earlier
+    version wrote the folder."""
     path = folder / INDEX_NAME
     if not path.is_file() and (folder / OLD_INDEX_NAME).is_file():
         raise CheckpointError(
@@ -73,13 +74,15 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: int = 0) -> None:
-    """Fill a ShardedTensor in place from every part in the checkpoint's files that overlaps it,
-    whatever layout wrote them.
+    """Fill one tensor, in place, from a checkpoint of any parallel layout: every stored part that
+    overlaps it is read.
 
-    index: from read_index(). num_tokens: size of the vocabulary, whose padding depends on the
-    layout; padding that the files lack becomes 0. Raises many types of error if the index or an
-    archive does not fit, or if the parts do not cover the rest exactly once. No code from files is
-    run, and no file outside the folder is opened."""
+    tensor: megatron's ShardedTensor (this rank's data and its place in the whole tensor). index:
+    from read_index(). folder: with the files of tensors. num_tokens: size of the vocabulary, for
+    tensors with padded rows: the padding depends on the layout, and becomes 0 where the files lack
+    it.
+    Raises many types of error if the index or an archive does not fit, or if the parts do not cover
+    the rest exactly once. No code from files is run, and no file outside the folder is opened."""
     entry = index["tensors"][tensor.key]
     whole = tensor.data.detach().view(_sizes(tensor))
     shape = entry["shape"]
@@ -110,7 +113,8 @@ def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: in
 
 
 class _Window(io.RawIOBase):
-    """`length` bytes of a file from `start` on, as a read-only file."""
+    """Makes a part of an open file look like a whole, read-only file. start: the part's first byte
+    in the file. length: its number of bytes."""
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file = file
@@ -141,9 +145,9 @@ class _Window(io.RawIOBase):
 
 
 def _place_of_data(file: Any, start: int, length: int, num_bytes: int) -> int:
-    """The position in a file where a tensor's data begins. torch.save wrote the tensor as a zip
-    archive of `length` bytes from `start` on; the archive is read without its pickle. ValueError if
-    it has no tensor of num_bytes."""
+    """Find the byte in a file at which a tensor's values begin. torch.save wrote the tensor as a
+    zip archive, at the bytes start to start + length of the file. The archive's pickle is not read.
+    ValueError if the archive has no tensor of num_bytes bytes."""
     window = _Window(file, start, length)
     with zipfile.ZipFile(window) as archive:
         found = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
@@ -166,8 +170,9 @@ def _copy_part(
     source: tuple[slice, ...],
     out: torch.Tensor,
 ) -> None:
-    """Copy `source`, slices of a tensor stored in a file, to `out`, a few rows at a time through a
-    buffer. place: where the tensor's data begins. sizes: the stored tensor's shape."""
+    """Copy a part of a stored tensor from a file to `out`, a few rows at a time. place: byte in the
+    file at which the stored tensor's values begin. dtype, sizes: of the stored tensor. source: a
+    slice per axis, which cuts the part out of it. out: the part's destination."""
     while len(sizes) > 1 and sizes[0] == 1:  # megatron stacks layers, and a part has one of them
         sizes, source, out = sizes[1:], source[1:], out[0]
     rows, *others = source or (slice(0, 1),)
@@ -188,8 +193,8 @@ def _copy_part(
 
 
 def _fill(data: Any, file: Any, place: int) -> None:
-    """Fill `data`, an array of bytes, from position `place` of a file on. EOFError if the file is
-    too short."""
+    """Fill an array of bytes, `data`, from a file, beginning at byte `place` of the file. EOFError
+    if the file is too short."""
     rest = memoryview(data)
     while rest:
         count = os.preadv(file.fileno(), [rest], place)
@@ -209,16 +214,17 @@ def _meet(box: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
 
 
 def _sizes(tensor: Any) -> list[int]:
-    """The shape of a ShardedTensor's data, with leading 1s up to the number of axes of its global
-    shape."""
+    """The shape of the data in a ShardedTensor (megatron's record of a tensor's shard). Leading 1s
+    are added, so that it has as many axes as the whole tensor: megatron stacks layers."""
     return [1] * tensor.prepend_axis_num + [*tensor.local_shape]
 
 
 def _overlap(
     offset: Sequence[int], sizes: Sequence[int], other: Sequence[int], others: Sequence[int]
 ) -> tuple[slice, ...]:
-    """The slices, within the box (offset, sizes), of its intersection with a second box (other,
-    others)."""
+    """Intersect two boxes, each given by its offset and its sizes along all axes of one tensor -> a
+    slice per axis, relative to the first box's offset. offset, sizes: the first box. other, others:
+    offset and sizes of the second. A slice is empty if the boxes do not meet on that axis."""
     axes = zip(offset, sizes, other, others, strict=True)
     return tuple(
         slice(max(0, o - a), max(0, min(size, o + length - a))) for a, size, o, length in axes
@@ -229,11 +235,13 @@ def _overlap(
 
 
 class MegatronSnapshot:
-    """The part of the weights, and optionally of the optimizer state, that this rank writes to a
-    checkpoint.
+    """This rank's share of a checkpoint: the weights that it writes, and with `optimizer` the
+    optimizer states. The constructor chooses and collects the tensors, which is collective over all
+    ranks; write() writes them.
 
-    copy: copies a tensor to host memory, so that later steps do not change it (HostBuffers.copy);
-    write() may then run in another thread. The constructor is collective over all ranks."""
+    copy: function that copies a tensor to host memory (HostBuffers.copy), so that later steps do
+    not change it; write() may then run in another thread. None: write() must run before the next
+    step."""
 
     def __init__(
         self, models: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
@@ -258,8 +266,9 @@ class MegatronSnapshot:
 
     @staticmethod
     def sizes(models: Any, optimizer: Any = None) -> list[int]:
-        """Bytes of each parameter and optimizer state that this rank may copy for a snapshot. A
-        parameter that another tensor-parallel rank copies counts too."""
+        """Estimate the host memory of a snapshot's copies: a list with the bytes of each parameter
+        and optimizer state that this rank may copy. A parameter that another tensor-parallel rank
+        copies counts too."""
         holders = holders_of_all(models, optimizer)
         found = []
         stored = _by_parameter(_sharded(models))  # without the frozen base of adapters
@@ -272,12 +281,12 @@ class MegatronSnapshot:
         return found
 
     def write(self, folder: Path) -> tuple[Entries, list[Any]]:
-        """Write this rank's tensors to its file -> ({file: its manifest entry}, parts). Not
-        collective.
+        """Write this rank's tensors to its file -> ({file: its entry in the manifest}, parts). Not
+        collective. folder: the checkpoint's.
 
-        parts: for each tensor (key, {dtype and global shape}, [offset and shape of this rank's
-        part, file, start and length in the file]), for the index.
-        """
+        parts: a record per tensor for the index, which finish() writes: (key, {dtype and shape of
+        the whole tensor}, [offset and shape of this rank's part, file, first byte and number of
+        bytes in it])."""
         (folder / DIST_NAME).mkdir(exist_ok=True)
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
@@ -304,8 +313,9 @@ class MegatronSnapshot:
         return {f"{DIST_NAME}/{name}": entry_of(file.size, file.crc)}, parts
 
     def finish(self, folder: Path, results: list[list[Any]]) -> list[str]:
-        """Write the index and the model's config -> their file names. For the main rank, once all
-        ranks have written. results: what write() returned as parts on each rank, in rank order."""
+        """Write the index of all ranks' tensors, and the model's config -> the names of these two
+        files. The main rank calls it once all ranks have written. results: the `parts` that write()
+        returned on each rank, in rank order."""
         tensors: dict[str, dict[str, Any]] = {}
         for parts in results:
             for key, entry, chunk in parts:
@@ -317,8 +327,9 @@ class MegatronSnapshot:
 
 
 def _copied_into(staging: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy of a tensor at the start of the buffer `staging` (uint8, at least as many bytes),
-    in a storage of exactly its size, because torch.save writes whole storages."""
+    """Copy a tensor to the start of a reusable CPU buffer -> the copy, as a tensor with a storage
+    of exactly its own size, because torch.save writes whole storages. staging: the buffer, uint8,
+    with at least the tensor's number of bytes."""
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
     bytes_of_copy = staging.numpy()[: tensor.nbytes]
@@ -328,11 +339,11 @@ def _copied_into(staging: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def load_megatron(
     folder: Path, models: Any, optimizer: Any = None, index: dict[str, Any] | None = None
 ) -> None:
-    """Fill the model, and optionally the optimizer, in place from a checkpoint of any layout.
+    """Load a checkpoint of any parallel layout into the model, and into the optimizer if there is
+    one, in place.
 
-    index: the folder's index, if it was read before. Raises CheckpointError, the same on every
-    rank, if a tensor cannot be read from the files. Collective over all ranks.
-    """
+    folder: the checkpoint's. index: from read_index(); None: it is read here. CheckpointError, the
+    same on every rank, if a tensor cannot be read from the files. Collective over all ranks."""
     place = folder / DIST_NAME
     if index is None:
         index = read_index(place)
@@ -369,8 +380,9 @@ def load_megatron(
 
 
 def _sharded(models: Any) -> dict[str, dict[str, Any]]:
-    """{chunk: {name: megatron's sharded tensor, or a factory of several}} of a model. Objects,
-    which would need a pickle, are left out."""
+    """The model's tensors with their sharding: {model chunk: {name: megatron's ShardedTensor, or
+    its ShardedTensorFactory, which makes several}}. megatron's ShardedObjects are left out, because
+    they would need a pickle."""
     chunks = models.sharded_state_dict()
     for tensors in chunks.values():
         for name in [name for name, x in tensors.items() if isinstance(x, ShardedObject)]:
@@ -382,9 +394,11 @@ def _sharded(models: Any) -> dict[str, dict[str, Any]]:
 
 
 class _Holders(NamedTuple):
-    """The ranks that hold the same shard of a parameter. group: these ranks. writer: the rank in
-    the group that writes it to a checkpoint. pieces: {rank: (start, stop)}, the pieces of the flat
-    parameter by which a distributed optimizer shards its state; {} if none does."""
+    """The ranks that hold the same shard of a parameter, of which one writes it to a checkpoint.
+
+    group: their process group. writer: the rank in the group that writes.
+    pieces: {rank: (start, stop)}, if a distributed optimizer shards the parameter's states: the
+    piece of the flattened parameter whose states the rank has. {} otherwise."""
 
     group: Any
     writer: int
@@ -395,16 +409,19 @@ class _Holders(NamedTuple):
         return self.group.rank() == self.writer
 
     def replica(self, tensor: Any) -> tuple[int, int, int]:
-        """The replica_id of this rank's copy of a parameter, by which megatron tells copies apart:
-        (tied copy, tensor rank, 0 on the writer or 1). The copy with three zeros is stored. tensor:
-        the parameter's sharded tensor."""
+        """The replica_id for this rank's copy of a parameter; the copy whose three numbers are 0 is
+        stored. tensor: the parameter's ShardedTensor or ShardedTensorFactory, from which the first
+        two numbers come (tied copy, tensor-parallel rank). The third is 0 on the rank that writes,
+        otherwise 1."""
         return (*tensor.replica_id[:2], int(not self.i_write))
 
 
 def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
-    """{id of a parameter: its _Holders}. Each parameter is written by the rank with the least to
-    write so far: among the ranks with a piece of its optimizer state, or, if that state is not
-    sharded, among all ranks that hold the parameter. So writing is spread over the ranks."""
+    """Choose for each parameter the rank that writes it to a checkpoint -> {id of the parameter:
+    its _Holders (the ranks that hold it, and the writer)}. The writer is the rank with the least to
+    write so far, so that writing is spread. If a distributed optimizer shards the parameter's
+    states, only ranks with a piece of them are considered, otherwise all that hold the parameter.
+    """
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -420,8 +437,10 @@ def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
 
 
 def _cuts(optimizer: Any) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
-    """{id of a parameter: (group, {rank: (start, stop)})} for parameters of a distributed
-    optimizer, which splits each bucket of gradients into equal shares, one per rank of a group."""
+    """Find the piece of each parameter that each rank of a distributed optimizer updates: {id of
+    the parameter: (process group, {rank: (start, stop) in the flattened parameter})}. The optimizer
+    splits each bucket of gradients into equal shares, one per rank. Parameters of other optimizers
+    are left out."""
     found = {}
     for part in filter(_is_distributed, parts_of(optimizer)):
         group = part.data_parallel_group
@@ -444,8 +463,8 @@ def _is_distributed(part: Any) -> bool:
 
 
 def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
-    """{id of a parameter or buffer: its sharded tensor, or a factory of several}, from the tensors
-    that _sharded() returned by chunk and name."""
+    """Index the result of _sharded() by tensor: {id of a parameter or buffer: its ShardedTensor or
+    ShardedTensorFactory}."""
     found = extract_sharded_tensors_and_factories(chunks)[0]
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
@@ -453,9 +472,10 @@ def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
 def _mine_to_write(
     tensors: dict[str, Any], holders: dict[int, _Holders], copy: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """{name: sharded tensor} of a chunk, with this rank's tensors to write marked as main replicas.
-    holders: {id of a parameter: its _Holders}. copy: makes copies of the data to write; None: the
-    data itself is written."""
+    """A copy of a model chunk's {name: ShardedTensor or ShardedTensorFactory}, in which the tensors
+    that this rank writes are marked by a replica_id of zeros. holders: {id of a parameter: its
+    _Holders, which name the writer}. copy: function that copies the data to write; None: the data
+    itself is written."""
     out = {}
     for name, tensor in tensors.items():
         holder = holders.get(id(tensor.data))
@@ -471,9 +491,10 @@ def _mine_to_write(
 
 
 def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, Any, slice]]:
-    """Yield (torch optimizer, model parameter, tensor that the optimizer updates, slice of the flat
-    parameter) for each parameter that this rank updates. The updated tensor is the parameter or its
-    float32 master; with a distributed optimizer it is a flat piece, given by the slice."""
+    """Yield (torch optimizer, model parameter, updated tensor, slice) for each parameter that this
+    rank updates. The updated tensor is the parameter itself or its float32 master; with a
+    distributed optimizer it is a flat piece of these. slice: the place of the updated tensor in the
+    flattened parameter."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
@@ -499,9 +520,9 @@ STEPS = ("optimizer_steps", "tower_steps", "audio_tower_steps")
 
 
 def may_rest(parameter: Any) -> int:
-    """Index of the count in STEPS for a parameter's updates: 0 if every step updates the parameter;
-    otherwise the index for its kind of input, such as images, because steps without such inputs
-    skip it."""
+    """Tell which count of updates in STEPS holds for a parameter -> its index: 0 if every step
+    updates the parameter. Parameters of input modules, such as a vision tower, have the index of
+    their kind of input: a step without such inputs does not update them."""
     return getattr(parameter, "may_rest", 0)
 
 
@@ -515,8 +536,10 @@ def _row(optimizer: Any) -> Optimizer:
 
 
 def _state_tensor(tensor: Any, name: str, value: torch.Tensor, **changes: Any) -> Any:
-    """The sharded tensor to write or fill for one optimizer state of a parameter. tensor: the
-    parameter's, whose sharding it takes; name: "exp_avg", for example; value: the state."""
+    """Make the ShardedTensor that stands for one optimizer state of a parameter, to be written or
+    filled. tensor: the parameter's own, whose sharding applies to the state too; for a
+    ShardedTensorFactory the result is one too. name: the state's, such as "exp_avg". value: the
+    state. changes: other fields to replace."""
     if not isinstance(tensor, ShardedTensorFactory):
         changes["dtype"] = value.dtype
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
@@ -529,11 +552,13 @@ def _optimizer_to_write(
     holders: dict[str, Any],
     copy: Callable[..., Any] | None,
 ) -> dict[str, Any]:
-    """{number: sharded tensor} of the optimizer states that this rank may write: of equal copies on
-    tensor-parallel ranks, one is written. A distributed optimizer's pieces are joined first.
-    tensors, holders: each parameter's sharded tensor and _Holders, by its id. copy: makes copies to
-    write, or None. With pieces, ranks send them, parameter by parameter: all must call it.
-    """
+    """Collect the optimizer states that this rank may write -> {number: ShardedTensor or
+    ShardedTensorFactory}. Of equal copies on tensor-parallel ranks, one is written. A distributed
+    optimizer's pieces are first sent to the writing rank, parameter by parameter, so all ranks must
+    call it.
+
+    tensors: {id of a parameter: its ShardedTensor or ShardedTensorFactory}. holders: {id of a
+    parameter: its _Holders, which name the writer}. copy: as for MegatronSnapshot."""
     owned = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in owned_parameters(optimizer, models)
@@ -561,10 +586,12 @@ def _optimizer_to_write(
 
 
 def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
-    """This rank's piece of one optimizer state, flat and float32, on the device of `main`; zeros
-    for a state before the first step. inner, main, cut: the torch optimizer, the tensor that it
-    updates, and the slice of the parameter, from owned_parameters(). name: the state's, or "master"
-    for the float32 weights."""
+    """One optimizer state of a parameter, as far as this rank has it: flat, float32, on the device
+    of `main`. Before the first step a state is zeros, but "master" has the weights.
+
+    inner, main, cut: from owned_parameters(): the torch optimizer, the tensor that it updates, and
+    that tensor's slice of the flattened parameter. name: the state's, such as "exp_avg", or
+    "master" for the float32 weights."""
     state = inner.state.get(main, {}).get(name)
     if name == "master":
         state = inner.master(main) if isinstance(inner, AdamW) else main
@@ -575,9 +602,10 @@ def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
 
 
 def _join(part: Any, parameter: Any, group: Any, writer: int, pieces: dict[str, Any]) -> Any:
-    """Assemble one whole optimizer state of a parameter on the rank `writer` of `group` -> the
-    state there; None on other ranks. part: this rank's piece, or None. pieces: {rank: (start,
-    stop)}, where the ranks' pieces lie in the flat parameter; they are sent to the writer."""
+    """Send the pieces of one optimizer state to the rank `writer` of `group`, which returns the
+    whole state in the parameter's shape; other ranks return None. part: this rank's piece, flat, or
+    None. pieces: {rank: (start, stop)}, where each rank's piece lies in the flattened parameter; {}
+    if the writer has the whole state already."""
     me = group.rank()
     if me != writer:
         parallel.exchange({writer: part} if me in pieces else {}, {}, group)
@@ -598,10 +626,12 @@ def _fill_optimizer(
     fill_all: Callable[[list[Any]], Iterable[Any]],
     of_kinds: list[int],
 ) -> None:
-    """Fill the optimizer states of the parameters that this rank updates, in place. The device also
-    holds the whole states of one parameter at a time. tensors: each parameter's sharded tensor, by
-    its id. fill_all: fills a list of sharded tensors from the files. of_kinds: the counts of
-    updates, in the order of STEPS."""
+    """Load the optimizer states of the parameters that this rank updates, in place. Meanwhile the
+    device holds the whole states of one parameter at a time beside them.
+
+    tensors: {id of a parameter: its ShardedTensor or ShardedTensorFactory}. fill_all: function that
+    fills a list of these from the files. of_kinds: numbers of updates made, in the order of STEPS.
+    """
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]
@@ -630,9 +660,10 @@ def _fill_optimizer(
 
 
 def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
-    """Number of updates so far, in the order of STEPS: first for parameters that every step
-    updates, then for each kind of input modules (may_rest); 0 for an optimizer that does not count
-    them. The maximum over ranks, because some ranks own no parameter of a kind. Collective."""
+    """Numbers of updates made so far, in the order of STEPS: first for parameters that every step
+    updates, then for each kind of input modules (see may_rest). They are 0 for an optimizer that
+    does not count. The maximum over ranks, because some ranks own no parameter of a kind.
+    Collective."""
     counts = [0] * len(STEPS)
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = may_rest(parameter)

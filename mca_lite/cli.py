@@ -45,8 +45,9 @@ _REMEDIES = {  # text in errors of the operating system and of torch -> remedy
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train with the words of a command line, such as ["config.yaml", "max_steps=10"] (None: this
-    process's) -> exit code. Without words the usage is printed, for --version the version."""
+    """Train with the words of a command line -> exit code. argv: the words, such as
+    ["config.yaml", "max_steps=10"]; None: those of this process. Without words the usage is
+    printed, for --version the version."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
@@ -128,8 +129,8 @@ def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
-    """A function for argparse's `type` that reads a finite number of type `kind`, at least `least`;
-    otherwise it raises ArgumentTypeError."""
+    """Make a function for argparse's `type` that reads a finite number of type `kind`. It raises
+    ArgumentTypeError if the text is no such number, or a number below `least`."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -151,8 +152,9 @@ def has_colors() -> bool:
 
 
 def finish(work: Callable[..., int | None], *args: Any) -> int:
-    """Call work(*args), the body of a command -> its exit code (None: 0). After an Exception it is
-    that of end(); after Ctrl-C, which the main rank prints, INTERRUPTED."""
+    """Call work(*args), the body of a command -> its exit code. This is the result of `work`, with
+    None as 0. After an Exception, end() reports the error and gives the code. After Ctrl-C the main
+    rank prints a note, and the code is INTERRUPTED."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
@@ -170,9 +172,11 @@ def end(error: Exception, output_dir: str | None) -> int:
 
     If the error has same_on_all_ranks, only the main rank prints it. Ranks other than a machine's
     first one wait WAIT_S before they print, and torchrun may end them in this time; the first rank
-    waits too if it failed because another rank is gone. output_dir: folder for the traceback; the
-    temporary folder if it is None or cannot be written. None also means that nothing is trained:
-    then a closed pipe (`| head`) is no error, and nothing is printed."""
+    waits too if it failed because another rank is gone.
+
+    output_dir: folder for the traceback; if it is None or cannot be written, the temporary folder
+    is used. None also means that nothing is trained: then a closed pipe (`| head`) is no error, and
+    nothing is printed."""
     if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
     code = getattr(error, "exit_code", USER_ERROR)
@@ -199,8 +203,8 @@ def end(error: Exception, output_dir: str | None) -> int:
 
 
 def user_words(error: Exception) -> str | None:
-    """The message of an error that the user can fix, with a remedy for some; None for any other
-    error, which counts as a defect."""
+    """The text to print for an error that the user can fix; some texts have a remedy. None for any
+    other error, which counts as a defect of this package."""
     text = str(error) or type(error).__name__
     remedies = [remedy for words, remedy in _REMEDIES.items() if words in text]
     if remedies and not isinstance(error, UserError):
@@ -223,8 +227,10 @@ def user_words(error: Exception) -> str | None:
 
 
 def _with_traceback(error: Exception, text: str | None, output_dir: str | None) -> str:
-    """The message of a defect, of an error in the user's code, or of a lost rank, with the file to
-    which the traceback was written; `text` for any other error."""
+    """The text to print for an error. For a defect of this package, an error in the user's code, or
+    a lost rank, the traceback is written to a file by _keep_traceback(), and the text names the
+    file. For any other error it is `text`. text: the result of user_words(error), None for an error
+    that the user cannot fix."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     in_worker = "in DataLoader worker" in lines[0]  # the last line names the worker's error
     first = lines[-1] if in_worker else lines[0]
@@ -241,8 +247,9 @@ def _with_traceback(error: Exception, text: str | None, output_dir: str | None) 
 
 
 def _keep_traceback(error: Exception, output_dir: str | None) -> str:
-    """Write the traceback to a file in output_dir or else in the temporary folder -> its path, or
-    text that says why there is none."""
+    """Write an error's traceback to a file -> the file's path. The folder is output_dir or, if that
+    is None or cannot be written, the system's temporary folder. If that fails too, the result is a
+    text that says why there is no file."""
     lines = "".join(traceback.format_exception(error))
     text = lines.encode(errors="backslashreplace")
     name = f"traceback-rank{world.current().rank}.txt"

@@ -32,7 +32,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Finished:
-    """Replaces CUDA streams and events on a CPU. Their methods return at once, because there all
+    """Replaces CUDA streams and events on a CPU. Its methods return at once, because on a CPU all
     earlier work has finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,12 +98,12 @@ _LARGE = 2**20  # elements
 
 
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The float32 norm of all tensors together, on their device; on the CPU if there is no tensor.
+    """The float32 norm of all tensors together, as a scalar tensor on their device; on the CPU if
+    there is no tensor.
 
     On a CPU torch adds a tensor's squares one after another, which is off by 1e-4 at 4 million
     elements, and differently in each layout. Taking norms of short rows first is right to 1e-7 and
-    as fast.
-    """
+    as fast."""
     if tensors and tensors[0].is_cuda:
         # the kernel for many tensors reads large ones at half the speed of the kernel for one
         # tensor
@@ -158,8 +158,9 @@ _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def cuda_rows() -> Iterator[PatchRow]:
-    """The patches for CUDA. Scaling and copying of many tensors are replaced only if megatron would
-    loop over them: Transformer Engine and Apex have kernels for that."""
+    """Yield the patches for CUDA: (object, attribute, replacement, reason). Scaling and copying of
+    many tensors are replaced only if megatron would loop over the tensors, because it found neither
+    Transformer Engine's kernels for that nor Apex's."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -198,7 +199,8 @@ def cuda_rows() -> Iterator[PatchRow]:
 
 
 def cpu_rows() -> Iterator[PatchRow]:
-    """The patches for a CPU. A generator, because building them imports megatron."""
+    """Yield the patches for a CPU: (object, attribute, replacement, reason). It is a generator
+    because building them imports megatron."""
     import megatron.core.tensor_parallel.random as megatron_random
     import torch.distributed as dist
 
@@ -249,8 +251,9 @@ _PAGED_STASH = "megatron.core.transformer.moe.paged_stash"
 
 
 class _WithoutTriton(types.ModuleType):
-    """Stands for a megatron-core module: each name that does not begin with two underscores is a
-    function that raises ImportError."""
+    """Stands in for a module of megatron-core that cannot be imported without triton. Each of its
+    names is a function that raises ImportError when it is called, except names that begin with two
+    underscores."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -263,15 +266,16 @@ class _WithoutTriton(types.ModuleType):
 
 
 def _replace_what_needs_triton() -> None:
-    """Put a stand-in for the one module of megatron-core 0.18 and 0.19 that imports triton without
-    a guard (for moe_paged_stash). With triton installed nothing is replaced."""
+    """If triton is not installed, put a stand-in for the one module of megatron-core 0.18 and 0.19
+    (paged_stash of its experts) that imports triton without a guard. With triton nothing is
+    replaced."""
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_PAGED_STASH, _WithoutTriton(_PAGED_STASH))
 
 
 def _compile_later(compile: Callable[..., Any]) -> Any:
-    """Replacement for torch.compile: it compiles a function at its first call, not when it is
-    decorated."""
+    """Make a replacement for torch.compile that compiles a function at its first call, not when the
+    function is decorated. compile: the original torch.compile."""
 
     def later(function=None, **options):
         if function is None:
@@ -284,8 +288,9 @@ def _compile_later(compile: Callable[..., Any]) -> Any:
 
 
 def _disabled_where_loaded(disable: Callable[..., Any]) -> Any:
-    """Replacement for the decorator torch._disable_dynamo: the function runs undecorated until
-    torch's compiler is imported, because before that nothing could trace it."""
+    """Make a replacement for the decorator torch._disable_dynamo, which keeps a function out of
+    compilation. Until torch's compiler is imported, a function that it decorates runs as it is,
+    because nothing could compile it before. disable: the original decorator."""
 
     def later(function=None, **options):
         if function is None:
@@ -307,10 +312,11 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
 class _Later(types.ModuleType):
-    """Placeholder for a module that takes seconds to import. torch's distributed tensor modules get
-    stub functions and one stub error type from it; a stub function imports the real module when it
-    is called. For classes, and for any other importer, it loads the real module at once, whose
-    contents then replace the stubs."""
+    """Placeholder for a module that takes seconds to import, and is often not needed. torch's
+    distributed tensor modules import functions and one error type from it: they get stubs, and a
+    stub function imports the real module when it is called. Other names, such as classes, and other
+    importers make it import the real module at once. The import replaces the stubs by the real
+    objects."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -367,9 +373,9 @@ def compiling_later() -> Iterator[None]:
 
 
 def apply() -> list[PatchRow]:
-    """Apply the patches for a CPU -> the patches in force in this process; [] with CUDA. Without
-    triton, both get the stand-in for the module that needs it. A second call changes nothing, even
-    from another copy of the package."""
+    """Apply the patches for a CPU, unless CUDA is available -> the patches in force in this
+    process; [] with CUDA. In both cases, if triton is missing, the module of megatron-core that
+    needs it is replaced. A second call changes nothing, even from another copy of the package."""
     _replace_what_needs_triton()
     if torch.cuda.is_available():
         return []
@@ -397,8 +403,9 @@ def apply_on_cuda() -> None:
 
 
 def _put_in_force(table: Iterable[PatchRow]) -> list[PatchRow]:
-    """Assign each replacement in `table` to its object's attribute -> the rows of the table. All
-    replacements are made first, from the originals."""
+    """Apply patches: set each patch's attribute to its replacement -> the patches as a list. table:
+    rows (object, attribute, replacement, reason). All rows are made before the first is applied, so
+    that replacements can wrap the originals."""
     rows = list(table)
     for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)

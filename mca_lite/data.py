@@ -34,15 +34,15 @@ _shown.maxstring = 600  # maximum characters of a sample in the report
 
 
 class TokenDataset(Subset):
-    """A map-style dataset of tokenised samples in token-cache shards. `dataset[i]` is a list of
-    documents: for a preference pair chosen and rejected, otherwise one. A document is {"input_ids":
-    int64 [n], "labels": int64 [n]}, and may have more columns.
+    """A map-style dataset of tokenised samples, which are stored in shards of the token cache, one
+    per data set that it joins. `dataset[i]` is a list of documents: for a preference pair chosen
+    and rejected, otherwise one. A document is {"input_ids": int64 [n], "labels": int64 [n]}, and
+    may have more columns.
 
-    shards: one per dataset, with the same number of documents per sample.
-    index: int64, which samples to use, in order, counted through all shards (None: all). ends:
-    cumulative shard sizes. num_tokens counts input_ids, num_trained_tokens counts labels other than
-    IGNORE_INDEX.
-    """
+    shards: all have the same number of documents per sample.
+    index: int64, the samples to use, in order, counted through all shards (None: all).
+    ends: cumulative shard sizes. num_tokens counts input_ids, num_trained_tokens counts labels
+    other than IGNORE_INDEX."""
 
     def __init__(self, shards: list[Shard], index: np.ndarray | None = None) -> None:
         self.shards = shards
@@ -67,8 +67,9 @@ class TokenDataset(Subset):
 
     @property
     def work(self) -> np.ndarray | None:
-        """float64 [samples, 2] for pairs: tokens, and the sum of squared document lengths, by which
-        data-parallel ranks are balanced. None for samples of one document."""
+        """Sizes of preference pairs by which work is spread evenly over data-parallel ranks:
+        float64 [samples, 2], tokens and the sum of squared document lengths. None for samples of
+        one document."""
         return None if self.documents_per_sample == 1 else work_of(self.document_lengths)
 
     @property
@@ -136,12 +137,13 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset, list[str]]:
-    """Interleave the samples of a dataset's shards by the keys mix_strategy and mix_weights of
-    data_args -> (dataset of one epoch, report lines). A shard is read in order, and again from its
-    start if the strategy repeats samples. The strategy "concat" changes nothing.
+    """Interleave the samples of several datasets (the shards of `dataset`), as mix_strategy and
+    mix_weights in data_args say -> (the dataset of one epoch, report lines). A shard is read in
+    order, and again from its start if the strategy repeats samples. The strategy "concat" changes
+    nothing.
 
-    Other strategies raise ConfigError if `dataset` has no sample of some shard.
-    """
+    Other strategies raise ConfigError if `dataset` has no sample of some shard. seed: with
+    mix_weights it draws from which shard to take each sample."""
     strategy = data_args.mix_strategy
     if strategy == "concat":
         return dataset, []
@@ -169,9 +171,10 @@ def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset
 
 
 def tokens_of(document: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Undo the shift of a document's labels -> (tokens, bool mask of tokens with loss), both [n +
-    1] for n input_ids. Both are [n] if the last label is IGNORE_INDEX, because the token after the
-    last input is unknown then."""
+    """The tokens of a document and which of them have loss, from input_ids and labels, which are
+    shifted by one token -> (tokens, bool mask, True for tokens with loss). Both have n + 1 entries
+    for n input_ids; n if the last label is IGNORE_INDEX, because the token after the last input is
+    unknown then."""
     tokens = np.append(document["input_ids"], document["labels"][-1:])
     trained = np.append(False, document["labels"] != IGNORE_INDEX)
     count = len(tokens) - int(not trained[-1])
@@ -210,8 +213,10 @@ def show_document(
 def describe_files(
     spec: DatasetSpec, formats: list[str], facts: str, objective: Objective
 ) -> list[str]:
-    """Report lines for a dataset: each file with its record format, then one with the dataset's
-    name and `facts`, such as counts. formats: one per file of `spec`."""
+    """Report lines about a dataset: one per file with its record format, then one with the
+    dataset's name and `facts`, a text such as counts. spec: the dataset's name and files. formats:
+    one per file of `spec`. objective: if it trains on preference pairs, the lines for files say so.
+    """
     ending = "-chosen-rejected records" if objective.has_pairs else " records"
     files = zip(spec.files, formats, strict=True)
     return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}"]
@@ -234,8 +239,9 @@ def _describe_shard(
 def show_samples(
     samples: Iterable[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[str]:
-    """Report lines with the text of a dataset's first sample: one per document, which for a pair
-    are chosen and rejected. samples: the first sample's list of documents alone, or nothing."""
+    """Report lines with the text of a dataset's first sample: one line per document; a preference
+    pair has two, chosen and rejected. samples: only the first sample, as a list of documents; or
+    nothing."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
@@ -249,9 +255,9 @@ def show_samples(
 
 @dataclass
 class DatasetBundle:
-    """The datasets of a run, as load_datasets returns them; None for a set that the keys do not ask
-    for. eval is a dict, name -> dataset, with eval_on_each_dataset. report: lines for one rank to
-    print. media: reads the model's inputs other than text."""
+    """The datasets of a run, as load_datasets returns them. train, eval: None if the keys do not
+    ask for this set. eval is {name: dataset} with eval_on_each_dataset. report: lines for one rank
+    to print. media: reads the model's images and other inputs than text."""
 
     train: TokenDataset | Packs | Stream | None
     # a dict has one dataset per name, with eval_on_each_dataset

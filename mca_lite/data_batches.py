@@ -61,13 +61,15 @@ def documents_of(sample: Any) -> list[Mapping[str, Any]]:
 
 
 def _given_by(giver: str) -> dict[str, Column]:
-    """The columns that `giver`, "sample" or "collator", may contain: {name: Column}."""
+    """The known columns (named values in the data, such as "labels") that `giver` may contain:
+    {name: Column}. giver: "sample", a dataset's sample, or "collator", a collated batch."""
     return {name: column for name, column in COLUMNS.items() if giver in column.given_by}
 
 
 def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ValueError for columns that have values, are not in `known`, and are not harmless (such
-    as an "id"). Otherwise they would be ignored in silence. whose: the beginning of the message."""
+    """Raise ValueError for unknown columns, which would otherwise be ignored in silence. A column
+    passes if it is in `known`, has no value (such as None), or is harmless (such as an "id").
+    columns: {name: value}. whose: the beginning of the message, such as "a sample"."""
     passing = _HARMLESS.union(known)
     more = [name for name in columns if name not in passing]
     more = [name for name in more if str(columns[name]) not in _NOTHING]
@@ -81,10 +83,13 @@ def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[st
 
 
 def _row(sample: Any) -> dict[str, torch.Tensor]:
-    """The documents of a sample joined into one row: columns per token [n, ...], columns per
-    document or sample [documents], columns of images and other inputs concatenated. attention_mask
-    numbers each token's document from 1, unless a single document brings its own mask. Raises
-    ValueError as Collator does, and for no document or an empty one."""
+    """Join the documents of a sample into one row of a batch -> {column: tensor}. Columns per token
+    become [n, ...] for n tokens, columns per document or sample [documents]; columns of images and
+    other inputs are concatenated.
+
+    attention_mask numbers each token's document from 1; a sample of a single document may bring its
+    own mask. Raises ValueError for samples that Collator refuses, such as one without documents or
+    with an empty document."""
     documents = documents_of(sample)
     given = _given_by("sample")
     for document in documents:
@@ -132,11 +137,13 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
-    """A document's column as a tensor: [length] if it is per token, otherwise [1], with further
-    dimensions if the column has them. None becomes the column's default, 1 in attention_mask, and a
-    single number is repeated, unless the column has further dimensions. Raises ValueError for
-    another shape, for None without a default, or for values that the dtype cannot hold, such as a
-    fraction in an integer column."""
+    """Convert a document's value of one column to a tensor: [length] if the column is per token,
+    otherwise [1]; further dimensions follow if the column has them. length: the document's tokens.
+
+    A value of None becomes the column's default, in attention_mask 1. A single number is repeated,
+    unless the column has further dimensions. Raises ValueError for another shape, for None without
+    a default, and for values that the column's dtype cannot hold, such as a fraction in an integer
+    column."""
     if value is None:
         value = 1 if name == _MASK else column.default
     if column.per != "token":
@@ -174,15 +181,15 @@ class Collator:
     one document may bring its own numbers; those of several may only bring 1. Labels of padding are
     IGNORE_INDEX.
 
-    The batch also has registered columns and, if the samples have them, columns that a loss reads
-    (such as "reference", the log-probability under a reference model) and columns for images and
-    other inputs. A column is [b, s, ...] if it is per token, [b, most documents per row] if it is
-    per document or sample, and concatenated over rows if it is for inputs other than text.
+    The batch also has registered columns (see register_column) and, if the samples have them,
+    columns that a loss reads (such as "reference", the log-probability under a reference model) and
+    columns for images and other inputs. A column is [b, s, ...] if it is per token, [b, most
+    documents per row] if it is per document or sample, and concatenated over rows if it is for
+    inputs other than text.
 
-    Raises ValueError for anything but samples, for most unknown columns, for wrong values in
-    columns of tokens, documents and samples, and for a column that only some documents have, unless
-    it is attention_mask, registered, or of images and other inputs.
-    """
+    Raises ValueError for anything but samples, for most unknown columns, and for wrong values in
+    columns of tokens, documents and samples. A column that only some documents have raises
+    ValueError too, unless it is attention_mask, registered, or of images and other inputs."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
@@ -254,17 +261,18 @@ def _without_nulls(keys: dict[str, Any]) -> dict[str, Any]:
 def check_batch(
     batch: Mapping[str, Any], packs: bool, limits: Limits, unread: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
-    if they are absent, and without position_ids, harmless columns such as token_type_ids, and
-    unknown columns without values. Raises ValueError for other unknown columns, for unread or
-    missing ones, wrong shapes of input_ids, labels or attention_mask, padding on the left, document
-    numbers that fall, labels of padding, labels that look unshifted, more than `limits` allow (ids
-    are compared with the vocabulary on the CPU alone), and, unless `packs`, for several documents
-    in a row or position_ids other than 0, 1, 2, ....
+    """Check a collated batch, and complete it -> {column: tensor}. attention_mask and registered
+    columns (see register_column) are added if they are absent. position_ids, harmless columns such
+    as token_type_ids, and unknown columns without values are left out.
 
-    packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
-    this package that the stage's loss does not read.
-    """
+    packs: True if a row may hold several documents, numbered by attention_mask. limits: the
+    model's. unread: columns of this package that the stage's loss does not read.
+
+    Raises ValueError for other unknown columns; columns in `unread`; missing columns; wrong shapes
+    of input_ids, labels or attention_mask; padding on the left; document numbers that fall; labels
+    of padding; labels that look unshifted; and more than `limits` allow (ids are compared with the
+    vocabulary on the CPU alone). Unless `packs`, also for several documents in a row, and for
+    position_ids other than 0, 1, 2, ...."""
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
     known = _given_by("collator")
@@ -320,8 +328,10 @@ def check_batch(
 
 
 def _checked(name: str, column: Column, batch: Batch) -> torch.Tensor:
-    """A registered column of a batch, or its default, expanded to [b, s] if it is per token,
-    otherwise expanded or cut to [b, most documents per row]. Raises ValueError if that fails."""
+    """Bring a registered column (see register_column) of a batch to its full shape: [b, s] if it is
+    per token, otherwise [b, most documents per row]. A batch without the column gets its default. A
+    number, or one value per row, is expanded; values for more documents are cut. name: the
+    column's. Raises ValueError if its shape cannot be brought to this."""
     shape = list(batch["attention_mask"].shape)
     given = batch.get(name, column.default)
     try:
@@ -581,8 +591,9 @@ class _Filled(Dataset):
 
 
 def _sample_of(is_filler: bool, sample: Any) -> Any:
-    """The sample; if is_filler, its documents without columns for images and other inputs, because
-    a filler's placeholder tokens are masked. What documents_of() refuses is returned as it is."""
+    """The sample to collate. If is_filler, `sample` only stands for a missing one and its tokens
+    will be masked, so columns for images and other inputs are taken out of its documents. A sample
+    that documents_of() cannot read is returned unchanged."""
     if not is_filler:
         return sample
     try:
@@ -606,16 +617,17 @@ def make_loader(
     num_epochs: int | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """A DataLoader of this rank's micro-batches, one after another, from step start_step of
+    """A DataLoader that yields this rank's micro-batches one after another, from step start_step of
     start_epoch on.
 
-    It ends with epoch num_epochs - 1 (counted from the run's start); None: never.
-    plan.num_micro_batches(i) tells how many belong to step i. dataset: any map-style dataset.
-    collate: list of its samples -> mapping. A FILLER is collated as sample 0, without images and
-    other inputs if documents_of() reads it; then its row's labels and attention_mask, if the
-    mapping has them, are set to IGNORE_INDEX and 0. Raises ValueError for a dataset that is not
-    map-style.
-    """
+    dataset: any map-style dataset; others raise ValueError. collate: list of its samples ->
+    mapping. plan: which samples each micro-batch has; plan.num_micro_batches(i) micro-batches
+    belong to step i. num_epochs: the loader ends after epoch num_epochs - 1, counted from the run's
+    start; None: never.
+
+    A missing sample (FILLER in the plan) is collated as sample 0, without images and other inputs
+    if documents_of() can read it. In its row labels become IGNORE_INDEX and attention_mask 0, if
+    the mapping has them."""
     expect(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),
         f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style dataset, "
@@ -649,13 +661,13 @@ class Stream(Protocol):
         num_workers: int,
         speaks: bool,
     ) -> Any:
-        """An endless iterable of this rank's micro-batches from a position on. "data_position" in
-        each is the position at the start of the next step.
+        """An endless iterable of this rank's micro-batches, from the position `state` on. Each has
+        a "data_position": the position at the start of the next step.
 
-        plan: batch sizes and ranks. state: the data_position of a micro-batch; None: the beginning.
-        num_workers: above 0, batches are prefetched in another process. speaks: if True, print what
-        is found about records (unusable, cut, ...). Raises ValueError if `state` has fields
-        that a position lacks."""
+        collate: the data collator. plan: batch sizes and ranks. state: the data_position of a
+        micro-batch; None: the beginning. num_workers: above 0, batches are prefetched in another
+        process. speaks: if True, print what is found about records (unusable, cut, ...). Raises
+        ValueError if `state` has fields that a position lacks."""
 
     def describe(self) -> str:
         """A line about the stream for the summary at a run's start."""
@@ -726,9 +738,9 @@ def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
 
 
 class View(Dataset):
-    """Base class for views of a dataset that change its samples, such as by adding a column. work
-    (the cost of each sample, for balancing ranks) and identity are copied from the dataset; None if
-    it has none."""
+    """Base class for views of a dataset that change its samples, such as by adding a column. A view
+    copies the dataset's attributes work (the cost of each sample, for balancing ranks) and identity
+    (which names the data); they are None if the dataset lacks them."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -84,15 +84,14 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass
 class _Style:
-    """The text that a chat template writes around an answer, from trials with a question and its
-    answer, once and twice.
+    """The texts that a chat template writes around an answer, found by rendering a trial question
+    with its answer, once and twice in a row.
 
-    prompted: True if the prompt with add_generation_prompt is the beginning of the conversation.
-    header: the text that add_generation_prompt adds, which opens an answer; the whole prompt if it
-    changes earlier text. lead: untrained text between the prompt and the answer. closing: the text
-    that ends the last turn, usually an end-of-turn token. inner: the text that ends an earlier
-    answer. tail: all text after the answer.
-    """
+    prompted: True if the rendered conversation begins with the prompt (the question, rendered with
+    add_generation_prompt). header: the text that add_generation_prompt adds, which opens an answer;
+    the whole prompt if it changes earlier text. lead: untrained text between the prompt and the
+    answer. closing: the text that ends the last answer, usually an end-of-turn token. inner: the
+    text that ends an answer before the last. tail: all text after the last answer."""
 
     prompted: bool
     header: str
@@ -103,13 +102,15 @@ class _Style:
 
 
 class Rendered(NamedTuple):
-    """A document as text. spans: [start, end) in characters, the text to train, not read for stage
-    pt; a span may end after the text, and one that begins at -1 includes tokens that stand for no
-    text, such as a bos that the tokenizer adds. is_plain: True if no template wrote the text, so
-    that the tokenizer must add special tokens. media: inputs other than text, in order.
-    lacks_thinking: True if the template drops an answer's thinking even while it is the last
-    message; strips_thinking: True if it drops thinking of earlier turns and the whole conversation
-    is trained."""
+    """The text of a document, such as a rendered conversation, and the parts of it to train.
+
+    spans: these parts, as [start, end) in characters; not read for stage pt (pretraining). A span
+    from -1 on includes tokens that stand for no text, such as a bos that the tokenizer adds; a span
+    may end after the text. is_plain: True if no chat template wrote the text, so that the tokenizer
+    must add its special tokens. media: images and other inputs than text, in order. lacks_thinking:
+    True if the template drops an answer's thinking even if this answer ends the conversation.
+    strips_thinking: True if the template drops the thinking of earlier turns and the whole
+    conversation is trained."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -148,14 +149,13 @@ def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, data_args: Keys, media: Media = TEXT
 ) -> tuple["ChatRenderer", list[str]]:
-    """(the run's ChatRenderer, report lines), from the DataArguments. If the keys say so, the
-    tokenizer's chat template is replaced, in place. media: reads the model's images and other
-    inputs than text.
+    """Make the ChatRenderer of a run from its DataArguments -> (renderer, report lines for the
+    user). If the keys chat_template or template ask for it, the tokenizer's chat template is
+    replaced, in place. media: reads the model's images and other inputs than text.
 
     Raises ConfigError for an unreadable template file or a wrong end_of_answer; ValueError for a
-    tokenizer without character offsets, a `template` that is needed and unknown, and a template
-    that fails or does not end.
-    """
+    tokenizer without character offsets, if the key `template` is used and names no built-in
+    template, and if the chat template fails or does not end."""
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     ends = data_args.end_of_answer
     renderer = ChatRenderer(tokenizer, data_args.enable_thinking, media, ends)
@@ -176,13 +176,13 @@ def chat_renderer(
 def _set_template(
     tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template: str | None
 ) -> list[str]:
-    """Set the tokenizer's chat template from the keys, if they name one, in place -> report lines.
+    """Set the tokenizer's chat template, in place, if one of these two keys asks for it -> report
+    lines.
 
     chat_template: a built-in template's name, a jinja text or a file; it replaces the tokenizer's.
-    template: a LLaMA-Factory name; its built-in template is used if the tokenizer has none and
-    chat_template is not set. Raises ConfigError for an unreadable file, ValueError if `template`
-    would be used and is not built in.
-    """
+    template: LLaMA-Factory's name of a template. The built-in template for this name is used only
+    if chat_template is not set and the tokenizer has no template. Raises ConfigError for an
+    unreadable file; ValueError if `template` would be used and is not built in."""
     if template and not chat_template:
         if tokenizer.chat_template:
             return [f"template {template}: not used, since the tokenizer has a chat template"]
@@ -214,13 +214,14 @@ def _set_template(
 
 
 class ChatRenderer:
-    """Renders conversations with the tokenizer's chat template, and finds the spans of the answers.
+    """Renders conversations with the tokenizer's chat template, and finds the spans of the answers
+    in the text.
 
     enable_thinking: a variable of the template; None: not passed. media: reads the model's images
-    and other inputs than text. ends: if given, in samples that a template writes each answer ends
-    with one of these tokens; the first is added where none follows. Raises ValueError for a
-    tokenizer without character offsets (one that is not fast).
-    """
+    and other inputs than text. ends: tokens that end an answer, for templates that write nothing
+    there; if given, ends[0] is added after each answer that none of them follows, in a text that a
+    template writes. Raises ValueError for a tokenizer without character offsets (one that is not
+    fast)."""
 
     def __init__(
         self,
@@ -244,14 +245,14 @@ class ChatRenderer:
         self._template = ""
 
     def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        """Render a conversation as text with the spans to train -> its samples. trained: "all"
-        trains all text, "answers" each answer, "last" the last one, each with the end-of-turn
-        token, if the template writes one. Answers of weight 0 are not trained.
+        """Render a conversation as text with the spans to train -> its samples. trained: the text
+        to train: "all" of it, "answers" (each answer), or "last" (the last answer). An answer
+        includes the end-of-turn token, if the template writes one. Answers of weight 0 are not
+        trained. where: the record's place, which the text of a ValueError names.
 
-        There is one sample, except with "answers" if the template strips thinking from earlier
-        turns: then an answer is trained in a sample that ends early enough to keep its thinking, as
-        at inference. Raises ValueError that names `where`.
-        """
+        There is usually one sample. With "answers" there can be more if the template strips
+        thinking from earlier turns: an answer is then trained in a sample that ends early enough to
+        keep its thinking, as at inference."""
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
         return self._in_words(conversation, where, lambda one: one.samples(conversation, trained))
@@ -265,9 +266,9 @@ class ChatRenderer:
     def _in_words(
         self, conversation: Conversation, where: str, render: Callable[["ChatRenderer"], T]
     ) -> T:
-        """Call render(copy) with a copy of this renderer that has the conversation's template
-        variables -> its result. Errors of the template, and ValueErrors, become ValueErrors that
-        name `where`."""
+        """Call render(renderer) for one conversation -> its result. The renderer is a copy of this
+        one that also has the conversation's own template variables. where: the record's place.
+        Errors of the template, and ValueErrors, become ValueErrors whose text names it."""
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
         expect(
             not taken, f"{where}: chat_template_kwargs: {taken}: expected variables of the template"
@@ -285,8 +286,8 @@ class ChatRenderer:
             raise ValueError(f"{where}: {error}") from error
 
     def reads(self, option: str) -> bool:
-        """True if `option`, the name of a template variable, stands in the tokenizer's chat
-        templates, read as one text."""
+        """True if the tokenizer's chat templates contain the text `option`, the name of a template
+        variable such as "enable_thinking"."""
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[Message], trained: str) -> Rendered:
@@ -300,8 +301,9 @@ class ChatRenderer:
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
-        """Render a conversation with a chat template -> its samples. trained: see render(), which
-        calls this on a copy of the renderer, because the copy's template and tools are set here."""
+        """Render a conversation with a chat template -> its samples, each a text with the spans to
+        train. trained: "all", "answers" or "last", see render(). This sets the renderer's template
+        and tools, so render() calls it on a copy."""
         expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
@@ -338,8 +340,9 @@ class ChatRenderer:
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
     def _for_template(self, conversation: Conversation) -> tuple[list[Message], list[Any] | None]:
-        """A conversation's (messages, tools) for its chat template: thinking under the key that the
-        template reads, and thinking or tools as text if the template does not read them."""
+        """Adapt a conversation to its chat template -> (messages, tools). Thinking is put under the
+        message key that the template reads. If the template does not read thinking or tools, they
+        become text of the messages; tools are None once they are text."""
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         messages = [_with_known_keys(m, template) for m in conversation.messages]
         return _for_template(messages, conversation.tools, template)
@@ -351,10 +354,10 @@ class ChatRenderer:
         return self._render(messages, prompt=True)
 
     def _check_whole(self, messages: list[Message]) -> None:
-        """Raise ValueError if the template leaves out a message's text or a tool call. For this
-        check texts (an answer's without its thinking) and the names of calls are replaced by marks,
-        which the rendered conversation must contain (or the call's id); nothing is checked if the
-        template refuses the marks."""
+        """Raise ValueError if the template leaves out a message's text or a tool call. To find out,
+        the conversation is rendered with a unique mark in place of each text (of an answer's text
+        after its thinking) and of each called function's name. The result must contain each mark,
+        or for a call its id. Nothing is checked if the template refuses the marks."""
         marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
         for number, message in enumerate(messages):
@@ -390,7 +393,8 @@ class ChatRenderer:
 
     def _lacks_thinking(self, messages: list[Message], marked: list[Message]) -> bool:
         """True if the template drops an answer's thinking even if the conversation ends with this
-        answer. marked: the messages from _mark_thinking. False if the template refuses them."""
+        answer. marked: the same messages with a mark in place of each answer's thinking, from
+        _mark_thinking. False if the template refuses the marks."""
         thinks = [n for n in _answers(messages) if marked[n] != messages[n]]
         with contextlib.suppress(TemplateError):  # the template parses the content
             text = self._render(marked) if thinks else ""
@@ -399,13 +403,14 @@ class ChatRenderer:
         return False
 
     def _parts(self, messages: list[Message], marked: list[Message]) -> list[tuple[int, int]]:
-        """Split a conversation into samples so that thinking is trained where the template writes
-        it -> (end, first) per sample: messages[:end], with answers from index `first` on trained.
+        """Split a conversation into samples, because some templates strip the thinking of earlier
+        turns -> (end, first) per sample: it has messages[:end], and its answers from index `first`
+        on are trained.
 
-        Some templates strip thinking from earlier turns. The last sample is the whole conversation.
-        If a sample lacks thinking that the template writes when the conversation ends at an earlier
-        answer, there is one more sample before it, which ends at the last such answer. marked: the
-        messages from _mark_thinking."""
+        The last sample is the whole conversation. If a sample lacks thinking that the template
+        writes when the conversation ends at an earlier answer, one more sample, which ends at the
+        last such answer, is put before it. marked: the same messages with a mark in place of each
+        answer's thinking, from _mark_thinking."""
 
         @functools.cache
         def shown(end: int) -> set[str]:
@@ -426,8 +431,9 @@ class ChatRenderer:
         return parts
 
     def _sample(self, messages: list[Message], wanted: list[int]) -> Rendered:
-        """The conversation `messages` as text, with the spans of the answers at indices `wanted`.
-        Raises ValueError if the answers cannot be found in the text, or it lacks an input."""
+        """Render the conversation `messages` -> its text, with the spans of the answers at indices
+        `wanted`. Raises ValueError if the answers cannot be found in the text, or if the template
+        leaves out an image or another input."""
         text = self._render(messages)
         self.media.check_rendered(text, messages)
         spans = self._marked_spans(messages)
@@ -507,8 +513,9 @@ class ChatRenderer:
         return self._styles[key]
 
     def _end_of_turn(self, text: str) -> str:
-        """`text` up to the end of its first special or added token; if such tokens and then eos
-        follow one another there, up to the end of eos. "" if there is none."""
+        """The beginning of `text` up to and including its first special or added token. If more
+        such tokens follow it directly, and one of them is eos, it goes up to and including eos. ""
+        if the text has no such token."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
         # longer tokens first, as they may begin alike; (?!) matches nothing
@@ -519,8 +526,9 @@ class ChatRenderer:
         return text[: found.end()] if found else ""
 
     def _marked_spans(self, messages: list[Message]) -> list[Any]:
-        """[start, end) of the text inside the template's {% generation %} marks, up to the
-        end-of-turn token if one ends or follows it; [] if the template has no such marks."""
+        """Find the text inside the template's {% generation %} marks, which are written around the
+        answers -> [start, end) in characters for each pair of marks; [] if the template has no such
+        marks. A span ends with the end-of-turn token, if one ends the marked text or follows it."""
         if not _GENERATION_MARK.search(self._template):
             return []
         # apply_chat_template would give a token mask that reaches to the end of the text if the
@@ -548,14 +556,14 @@ class ChatRenderer:
     def _answer_spans(
         self, text: str, messages: list[Message], numbers: list[int]
     ) -> list[tuple[int, int]]:
-        """[start, end) of the answers at indices `numbers`, located by markers in their place; []
-        if one cannot be located.
+        """Find the answers at message indices `numbers` in `text`, the rendered conversation ->
+        [start, end) in characters of each; [] if one cannot be found. To find an answer, the
+        conversation is rendered with a marker word in its place.
 
         An answer begins after its prompt. If a prompt cannot be found in `text` (the template may
-        move a system message to the last question), all answers begin with their content. If that
-        is not possible, because answers have tool calls or thinking, only the answers whose prompt
-        was not found do. Raises TemplateError if the template refuses the conversation.
-        """
+        move a system message to the last question), all these answers begin with their content
+        instead. If some of them have tool calls or thinking, only the answers without a prompt in
+        `text` do. Raises TemplateError if the template refuses the conversation."""
         ends = []
         at_markers = []  # -1: unknown
         at_prompts = []
@@ -591,8 +599,9 @@ class ChatRenderer:
         return []
 
     def _around_marker(self, messages: list[Message], number: int) -> tuple[str, str]:
-        """Render `messages` with a marker in place of the text of message `number`, or of the name
-        of its first function call -> the text before and after the marker. Its thinking is kept."""
+        """Render `messages` with a marker word in place of the text of message `number`, or, if it
+        calls functions, of the first function's name -> the rendered text before and after the
+        marker. The message keeps its thinking."""
         message = messages[number]
         name = ""
         if calls := message.get("tool_calls"):
@@ -606,13 +615,12 @@ class ChatRenderer:
         return before, name.join(after)  # a tool's result may repeat the function's name
 
     def _prompt(self, text: str, before: str, messages: list[Message], number: int) -> int:
-        """The length in characters of answer `number`'s prompt, with which `text` begins; -1 if it
-        cannot be located.
+        """Find the prompt of answer `number` (a message index) at the beginning of `text`, the
+        rendered conversation -> the prompt's length in characters; -1 if it cannot be found.
 
         before: the text before the answer. It should begin with the prompt as rendered by itself.
         If it does not, because the template writes earlier messages differently there, the prompt
-        ends with the first header after the previous message.
-        """
+        ends with the first header (the text that opens an answer) after the previous message."""
         with contextlib.suppress(TemplateError):  # the template may refuse a part
             for prompt in self._prompts(before, messages[:number]):
                 if before.startswith(prompt):
@@ -623,10 +631,11 @@ class ChatRenderer:
         return start + len(header) if header and text.endswith(after) and start >= 0 else -1
 
     def _prompts(self, before: str, messages: list[Message]) -> Iterator[str]:
-        """Yield the texts that the prompt of the next answer may have in the finished conversation.
-        Rendered by itself, the prompt may have blocks of thinking that the conversation lacks: an
-        empty or open one at its end, or empty ones earlier. before: the text before the answer.
-        messages: the earlier messages."""
+        """Yield texts, one of which the prompt of the next answer may have in the rendered
+        conversation. The first ones come from rendering the prompt by itself. They may have blocks
+        of thinking that the conversation lacks (an empty or open one at the end, or empty ones
+        earlier), so the last ones leave such blocks out. before: the text before the answer.
+        messages: the messages before it."""
         style = self._style
         written = []
         for options in (self.options, {}):
@@ -659,8 +668,9 @@ def _answers(messages: list[Message]) -> list[int]:
 
 
 def _with_ends(text: str, spans: list[Any], ends: Sequence[str]) -> tuple[str, list[Any]]:
-    """(text, spans): each span is extended by the token of `ends` that follows it. If none follows,
-    ends[0] is inserted there."""
+    """Let each span of `text` end with one of the tokens `ends` -> (text, spans), changed. If one
+    of them follows the span, the span is extended by it; otherwise ends[0] is inserted into the
+    text there. spans: [start, end) in characters."""
     ended = []
     moved = 0
     for start, end in spans:
@@ -684,8 +694,10 @@ def _before_answer(content: str) -> str:
 
 
 def _check_weights(conversation: Conversation, trains_all: bool) -> None:
-    """Raise ValueError for a weight of a message that is not the assistant's, unless the weight
-    says what the run does with it anyway. trains_all: True if the run trains all messages."""
+    """Raise ValueError if a message that is not the assistant's has a weight with which the run
+    cannot comply. weights of a conversation: message index -> True to train it, False not to. Only
+    the assistant's messages can be chosen; a weight of another one must equal trains_all, which is
+    True if the run trains all messages."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
         expect(
@@ -709,9 +721,10 @@ def _thinking_key(template: str) -> str:
 
 
 def _with_known_keys(message: Message, template: str) -> Message:
-    """A copy of the message with its thinking (reasoning text) under the key that the chat template
-    reads, or "reasoning_content" if the template reads none. Raises ValueError for a second,
-    different thinking text, and for unknown keys that the template does not read."""
+    """A copy of the message that has its thinking (reasoning text) under the key that the chat
+    template reads; if the template reads none, under "reasoning_content". Raises ValueError for a
+    second, different thinking text, and for a key that neither this package nor the template knows.
+    """
     message = dict(message)
     name = _thinking_key(template) or _THINKING_KEYS[0]
     for key in sorted(message.keys() - _KNOWN_KEYS - {name}):

@@ -106,7 +106,7 @@ class Tally:
         self.count(BAD, f"records cannot be used and were left out: {reason}", place)
 
     def number(self, kind: str) -> int:
-        """The sum of the counts of one kind, such as BAD."""
+        """The sum of the counts of one kind, such as BAD (records that cannot be used)."""
         return sum(self.counts[text] for text in self.kinds if self.kinds[text] == kind)
 
     def add(self, later: "Tally") -> None:
@@ -122,8 +122,8 @@ class Tally:
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
-        """Raise ValueError if more than a tenth of the records is bad. few_records: while there are
-        fewer records than this, a tenth of this number may be bad."""
+        """Raise ValueError if more than a tenth of the records is bad (cannot be used). Fewer
+        records than few_records are judged as if there were that many."""
         bad = self.number(BAD)
         if bad > _MAX_BAD_SHARE * max(self.records, few_records):
             raise ValueError(
@@ -215,8 +215,8 @@ class Reader:
 
 
 def joins_texts(data_args: Keys) -> bool:
-    """True if the keys say to join texts and cut them into full rows, with attention across the
-    borders of texts: packing (true, or None) without neat_packing."""
+    """True if texts are to be joined and cut into full rows of tokens, with attention across the
+    borders of texts: the key packing is true or None, and neat_packing is not true."""
     return data_args.packing is not False and not data_args.neat_packing
 
 
@@ -379,10 +379,10 @@ class Encoder:
         )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
-        """Tokenise texts -> one document each, with loss on the tokens that overlap its spans, but
-        not on placeholders; texts for pretraining have loss on all tokens. A plain text gets the
-        special tokens that the tokenizer adds, such as bos; in others the chat template has written
-        them. Each text is tokenised as a whole."""
+        """Tokenise texts, each as a whole -> one document per text. Tokens that overlap a text's
+        spans have a loss, but placeholders (of images and the like) have none; in texts for
+        pretraining all tokens have a loss. A text that no chat template wrote (is_plain) gets the
+        special tokens that the tokenizer adds, such as bos."""
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
@@ -485,8 +485,8 @@ def _with_target(document: Document) -> Document:
 
 
 def num_learned(document: Document) -> int:
-    """The number of trained tokens of a document, without its first token, which is never a
-    label."""
+    """The number of tokens of a document that become labels with a loss. The first token is never a
+    label and does not count."""
     return int((document[1:] >= 0).sum())
 
 
@@ -495,9 +495,9 @@ def _is_empty(answer: dict[str, Any]) -> bool:
 
 
 def _in_proportion(document: Document, limit: int) -> Document:
-    """A document cut to at most `limit` tokens, turn by turn with kept_of_turn: each turn's prompt
-    and answer keep their beginnings, and a later turn gets what earlier ones leave. Each turn but
-    the last ends with a run of trained tokens."""
+    """Cut a document to at most `limit` tokens, turn by turn. A turn is a prompt and its answer, a
+    run of trained tokens; the last may be a prompt alone. kept_of_turn decides how many tokens each
+    of the two keeps from its beginning; later turns share the tokens that earlier ones leave."""
     trained = document >= 0
     kept = []
     for turn in np.split(document, np.flatnonzero(trained[:-1] & ~trained[1:]) + 1):
@@ -546,13 +546,12 @@ def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
 def encode_all(
     reader: Reader, encoder: Encoder, workers: int | None
 ) -> Iterator[tuple[list[Sample], Tally]]:
-    """Yield (samples, their Tally) for each chunk of a dataset's records, in order. Raises
-    ValueError if a tokenising process dies.
+    """Tokenise a dataset: yield (samples, their Tally of counts) for each chunk of its records, in
+    order. Raises ValueError if a tokenising process dies.
 
-    workers: number of tokenising processes, without effect on the result; None: one for few
-    records, otherwise up to 8. With one, or for a dataset of one chunk, it is this process, because
-    starting others takes seconds.
-    """
+    workers: number of tokenising processes, without effect on the result. None: one for few
+    records, otherwise up to 8. If the number is 1, or the dataset has one chunk, this process
+    tokenises, because starting others takes seconds."""
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
     head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
@@ -590,14 +589,13 @@ checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked 
 
 
 def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
-    """A dataset's token-cache shard: from the cache, or tokenised now by one of the processes that
-    share cache_dir (one per machine if their file system has no common locks), while the others
-    wait. Raises ValueError in every calling process for unusable records, or if a shard cannot be
-    written.
+    """Load a dataset's tokenised samples (a Shard) from the token cache. If the cache lacks them,
+    one of the processes that share cache_dir tokenises the dataset now, while the others wait. On a
+    file system without locks between machines, one process per machine does so. Raises ValueError
+    in every calling process for unusable records, or if a shard cannot be written.
 
-    A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
-    shard that is older than this process.
-    """
+    A damaged shard is tokenised again, with a line on stderr. If overwrite_cache is set, a shard
+    that is older than this process is tokenised again too."""
     cache_dir = cache_folder(data_args.cache_dir)
     key, identity = _keys(reader, encoder, cache_dir)
     folder = cache_dir / "tokens" / key
@@ -633,10 +631,10 @@ def tokenizer_identity(tokenizer: Any) -> list[Any]:
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
-    """(name of a shard's folder in the token cache, name of the data for checkpoints), both hashes
-    of the files' contents, the tokenizer, the dataset's declaration and the options. The folder's
-    name also depends on this package's tokenising code and on the folders of image files. The
-    data's name does not, so that a run can be resumed with a newer version."""
+    """Two names for a tokenised dataset: (its folder in the token cache, its name in checkpoints).
+    Both are hashes of the files' contents, the tokenizer, the dataset's declaration and the
+    options. The folder's name also depends on this package's tokenising code and on the folders of
+    image files. The name in checkpoints does not, so that a newer version can resume a run."""
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")
     identity = {
@@ -765,8 +763,9 @@ class Arrays(contextlib.ExitStack):
         self._files: dict[str, Any] = {}
 
     def add(self, values: dict[str, Any]) -> None:
-        """Write a document's arrays. Raises ValueError if they differ from the first document's in
-        names, dtypes or shapes per token."""
+        """Write the arrays of one document. values: {column: value}; values that are no arrays are
+        ignored. Raises ValueError if the arrays differ from the first document's in names, dtypes
+        or shapes per token."""
         arrays = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
         forms = {name: (x.dtype.str, x.shape[1:]) for name, x in arrays.items()}
         if self.forms is None:
@@ -784,16 +783,17 @@ class Arrays(contextlib.ExitStack):
 
 
 def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
-    """int64 [rows, 2]: [start, stop) of the rows of `row_length` tokens that joined documents are
-    cut into. Neighbouring rows share a token: the last label of one is the first input of the next.
-    The last row may be shorter."""
+    """Cut joined documents of num_tokens tokens together into rows of row_length tokens -> int64
+    [rows, 2], the [start, stop) of each row. The last row may be shorter. Neighbouring rows share a
+    token: the last label of one is the first input of the next."""
     starts = np.arange(0, max(num_tokens - 1, 0), row_length - 1)
     return np.stack([starts, np.minimum(starts + row_length, num_tokens)], axis=1)
 
 
 def damage(folder: Path) -> str | None:
-    """The damage of a token-cache shard, by its checksums or because it cannot be read; None if it
-    is intact. A process checks a good file once, and again only if its size or time changed."""
+    """Check the files of a token-cache shard -> a text that describes the damage (a wrong checksum,
+    or a file that cannot be read); None if the shard is intact. A file that this process found good
+    is checked again only if its size or time has changed."""
     try:
         meta = json.loads((folder / META_NAME).read_text())
         for name, written in meta["checksums"].items():
@@ -808,16 +808,15 @@ def damage(folder: Path) -> str | None:
 
 
 class Shard:
-    """The tokenised samples of a dataset. `shard[r]` is the list of documents in sample r:
-    {"input_ids", "labels"}, int64 [n] each. Labels are shifted: labels[t] is the token after
-    input_ids[t], or IGNORE_INDEX. Documents may have more columns: registered ones, per-token
-    arrays, pixels and the like.
+    """The tokenised samples of a dataset, from a folder of the token cache. `shard[r]` is the list
+    of documents in sample r: {"input_ids", "labels"}, int64 [n] each. Labels are shifted: labels[t]
+    is the token after input_ids[t], or IGNORE_INDEX if it has no loss. Documents may have more
+    columns, such as numbers from the records, arrays with a value per token, or pixels.
 
     document_lengths: int64 [samples, documents per sample], number of input_ids. learned: int64
-    [samples], number of labels other than IGNORE_INDEX. columns: float64 [documents, columns in
-    meta], NaN where there is no value. meta: content of meta.json. tally: how many records were
-    bad, cut or noted. identity: a hash of files, keys and tokenizer.
-    """
+    [samples], number of labels other than IGNORE_INDEX. columns: float64 [documents, names in
+    meta["columns"]], NaN without a value. meta: content of meta.json. tally: how many records were
+    bad, cut or noted. identity: a hash of files, keys and tokenizer."""
 
     def __init__(
         self, folder: Path, documents_per_sample: int, identity: str, media: Media = TEXT
@@ -878,8 +877,8 @@ class Shard:
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """{column: [tokens, ...]}, memory-mapped: columns with a value per token, all documents end
-        to end."""
+        """The columns that have a value per token: {column: array [tokens, ...]}, memory-mapped,
+        all documents end to end."""
         return {
             name: np.memmap(self.folder / f"{name}.bin", dtype, "r").reshape(-1, *shape)
             for name, (dtype, shape) in (self.meta["arrays"] or {}).items()
@@ -887,9 +886,10 @@ class Shard:
 
 
 def shifted(document: Document, columns: Any = ()) -> dict[str, Any]:
-    """A document as {"input_ids", "labels"}, int64 [n - 1] from n tokens: labels[t] is token t + 1,
-    or IGNORE_INDEX if it has no loss. columns: added; of an array [n, ...] a copy without its first
-    value, so that it fits the labels."""
+    """Turn a document of n tokens into inputs and labels: {"input_ids", "labels"}, int64 [n - 1].
+    labels[t] is token t + 1, or IGNORE_INDEX if that token has no loss. columns: {name: value} to
+    add to the result; an array [n, ...] is copied without its first value, so that its values stand
+    beside the labels."""
     tokens = np.maximum(document, ~document).astype(np.int64)
     labels = np.where(document[1:] >= 0, tokens[1:], IGNORE_INDEX)
     beside = {

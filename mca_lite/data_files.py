@@ -44,11 +44,11 @@ SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this 
 class DatasetSpec:
     """One dataset: its files, and its declaration in dataset_info.json, if it has one.
 
-    files: path -> kind (".jsonl", ...), which selects the reader. formatting: a record format's
-    name; None: the first usable record of a file shows its format. columns: dataset_info.json's
-    name of a column -> the name in the files. tags: names within messages. num_samples: the maximum
-    number of records. values: of registered columns, see data_records.dataset_columns.
-    """
+    files: {path: kind}; the kind, such as ".jsonl", selects the reader. formatting: a record
+    format's name; None: the first usable record of a file shows its format. columns: {a column's
+    name in dataset_info.json: its name in the files}. tags: likewise for names within messages.
+    num_samples: the maximum number of records. values: {registered column: its value for this
+    dataset}, see data_records.dataset_columns."""
 
     name: str
     files: dict[str, str] = field(default_factory=dict)
@@ -63,14 +63,13 @@ class DatasetSpec:
 
 
 def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[DatasetSpec]:
-    """Find the files of datasets -> one DatasetSpec per entry. An entry is a name in
-    dataset_dir/dataset_info.json, else a file or folder (as given, or in dataset_dir), else, if it
-    looks like owner/name, a dataset on the Hugging Face hub, downloaded unless cached. objective:
-    decides which columns may be declared.
+    """Find the files of datasets -> one DatasetSpec per entry. An entry may be, in this order: a
+    name in dataset_dir/dataset_info.json; a file or folder (as given, or in dataset_dir);
+    owner/name of a dataset on the Hugging Face hub, which is downloaded unless cached. objective:
+    the training objective, which decides which columns may be declared.
 
     Raises ValueError for an entry that is none of these, or for a declaration that cannot be
-    followed.
-    """
+    followed."""
     folder = Path(data_args.dataset_dir)
     info_file = folder / "dataset_info.json"
     info: dict[str, Any] = {}
@@ -103,8 +102,9 @@ def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[D
 
 
 def _files_of(path: Path) -> dict[str, str]:
-    """{file: kind} for a file, or for the readable files of a folder, sorted by name. Raises
-    ValueError if there are none, or for a name that is no file."""
+    """Find the files that `path` stands for -> {file: kind}: the file itself, or the readable files
+    of a folder, sorted by name. The kind, such as ".jsonl", selects a reader. Raises ValueError if
+    there are none, or for a name that is no file."""
     files = _readable(path.iterdir() if path.is_dir() else [path])
     expect(files, f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
@@ -116,8 +116,8 @@ def _files_of(path: Path) -> dict[str, str]:
 
 
 def _readable(paths: Iterable[Path]) -> dict[str, str]:
-    """{file: kind} for those paths that have a reader, sorted. Leaves out names that end in
-    dataset_info.json or dataset_infos.json."""
+    """Choose the paths that have a reader -> {file: kind}, sorted. The kind, such as ".jsonl",
+    selects the reader. Names that end in dataset_info.json or dataset_infos.json are left out."""
     kinds = {str(path): kind_of(path) for path in sorted(paths)}
     return {
         file: kind
@@ -136,14 +136,14 @@ def kind_of(file: str | Path) -> str:
 
 
 def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str, str]:
-    """{file: kind} for a dataset on the Hugging Face hub, downloaded unless cached. here: where the
-    dataset is named, for messages.
+    """Find the files of a dataset on the Hugging Face hub, downloaded unless cached -> {file:
+    kind}; the kind, such as ".jsonl", selects the reader. entry: the dataset's keys in
+    dataset_info.json, {} if it is not declared there. here: text that names the dataset, for
+    messages.
 
-    kind: the file's ending, which selects the reader. entry: the dataset's keys in
-    dataset_info.json. They select the files below `folder` and `subset` whose path contains the
-    value of its key `split` as a word. Without that key the value is train, and all files are taken
-    if no path contains it. Raises ValueError if the dataset cannot be read or no file is selected.
-    """
+    Files are taken below `folder` and `subset` of the entry, if their path contains the value of
+    its key `split` as a word. Without that key the word is train; if no path contains train, all
+    files are taken. Raises ValueError if the dataset cannot be read or no file is selected."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -223,9 +223,10 @@ TAGS = {
 def _declared(
     name: str, entry: dict[str, Any], folder: Path, objective: Objective, here: str
 ) -> DatasetSpec:
-    """The DatasetSpec for the entry `name` of a dataset_info.json in `folder`, with its files.
-    here: where the entry is, for messages. Raises ValueError for a declaration that cannot be
-    followed."""
+    """Read a dataset's declaration in dataset_info.json, and find its files -> its DatasetSpec.
+    entry: the declaration of `name`. folder: the folder of dataset_info.json. objective: the
+    training objective, which decides which columns may be declared. here: text that names the
+    entry, for messages. Raises ValueError for a declaration that cannot be followed."""
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
     usable = list(_TEXT_COLUMNS)
@@ -279,15 +280,16 @@ class Cursor:
 def read_records(
     file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) in the file's order; place is "file:line", or "file:number" of the
-    record. A .txt file is one document, or has one document per line; blank lines are skipped.
+    """Yield the records of a file in order, as (place, record); the place, for messages, is
+    "file:line", or "file:number" of the record. A .txt file is one document, or has one document
+    per line; blank lines are skipped.
 
-    kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable line is
-    yielded as its ValueError, not raised. cursor: where to begin; it is moved in place with each
-    record. Files of lines are sought by bytes; other files, and compressed ones, are read again up
-    to there. Raises ValueError for invalid UTF-8, usually for invalid JSON, gzip or parquet, with
-    the line's place or the file, and for parquet if pyarrow is missing.
-    """
+    kind: selects the reader, see DatasetSpec.files; None: the file's name does. skip: if True, an
+    unreadable line is yielded as its ValueError, not raised. cursor: the position from which to
+    read; it moves, in place, with each record. An uncompressed file of lines is read from that byte
+    on; other files are read from the start, and records before the position are dropped. Raises
+    ValueError, with the line's place or the file, for invalid UTF-8, for JSON that Python cannot
+    read, and usually for invalid gzip or parquet; for parquet also if pyarrow is missing."""
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
     try:

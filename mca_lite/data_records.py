@@ -31,13 +31,13 @@ _LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 
 def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str | None]:
-    """{column: value} for a dataset's records: the registered columns, and this package's columns
-    that keys of data_args set.
+    """{column: value} for the records of a dataset, for each column of numbers that a record may
+    have: registered columns, and this package's columns that keys of data_args set. spec: the
+    dataset's files and declaration.
 
-    A number is the value for records that do not give their own; a text names the record field
-    with the value; None means the column's default. Raises ValueError if the dataset declares a
-    value for a column that is not registered.
-    """
+    The value may be a number, for records that do not give their own. It may be a text, the name of
+    the record field with the value. None means the column's default. Raises ValueError if the
+    dataset declares a value for a column that is not registered."""
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),
@@ -55,10 +55,10 @@ def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str
 def column_values(
     record: Any, of_dataset: dict[str, float | str | None], where: str
 ) -> dict[str, float]:
-    """{column: value} for a record: from the record's field, otherwise from its dataset. Columns
-    left to their default are absent. of_dataset: from dataset_columns. Raises ValueError for a
-    value that is no finite number, for a missing field that the dataset names, and for a negative
-    or boolean pair weight."""
+    """{column: value} for one record: from the record's own field or, if it has none, from its
+    dataset. Columns left to their default are absent. of_dataset: the result of dataset_columns().
+    where: the record's place, for messages. Raises ValueError for a value that is no finite number,
+    for a missing field that the dataset names, and for a negative or boolean pair weight."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -93,8 +93,10 @@ def refuse_margin(record: Any, where: str) -> None:
 
 
 def label_of(record: Any, spec: DatasetSpec, where: str, is_binary: bool) -> float:
-    """The label of a record's answer as a number, 1 for true, 0 for false. is_binary: True to
-    refuse other numbers. Raises ValueError if it is missing, refused or no finite number."""
+    """The label of a record's answer as a number: 1 for true, 0 for false, and a number as it is.
+    spec: the dataset's declaration, which may name the label's column. where: the record's place,
+    for messages. is_binary: True if the label must be 0 or 1. Raises ValueError for a label that is
+    missing, not allowed or no finite number."""
     column = spec.columns.get("kto_tag")
     if column is None:
         given = (name for name in _LABELS if isinstance(record, dict) and name in record)
@@ -127,8 +129,8 @@ def _without(ignored: Collection[str], message: Message) -> dict[str, Any]:
 
 
 def _first_turn(turns: Any) -> dict[str, Any]:
-    """The first turn of a list of turns; {} if there is none, it is no object, or `turns` is no
-    list."""
+    """The first turn of a list of turns. {} if the list is empty, if its first element is no object
+    (dict), or if `turns` is no list."""
     match turns:
         case [dict() as first, *_]:
             return first
@@ -136,8 +138,9 @@ def _first_turn(turns: Any) -> dict[str, Any]:
 
 
 def _turns_column(record: dict[str, Any], spec: DatasetSpec) -> str:
-    """The name of the record column with the list of turns: as declared, else "messages" or
-    "conversations"."""
+    """The name of the record's column with the list of turns: the one that the dataset declares,
+    otherwise the first of "messages" and "conversations" that the record has, or "messages" if it
+    has neither."""
     usual = ("messages", "conversations")
     given = (column for column in usual if record.get(column) is not None)
     return spec.columns.get("messages") or next(given, usual[0])
@@ -156,12 +159,12 @@ _ROLES = {
 def _messages(
     record: Any, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
 ) -> list[Message]:
-    """The messages in a record's column: a text as one message of `role`, otherwise a turn or a
-    list of turns. kind: types that the column may have.
+    """Read the messages in one column of a record. A text becomes one message of `role`; otherwise
+    the column has a turn or a list of turns. kind: the types that the column may have. spec: the
+    dataset's declaration.
 
-    The turns have OpenAI's names if the first one has "role", otherwise sharegpt's; names in
-    dataset_info.json override either. Raises ValueError that names `where`.
-    """
+    Turns have OpenAI's field names if the first one has "role", otherwise sharegpt's. Names in
+    dataset_info.json come before both. Raises ValueError that names `where`, the record's place."""
     value = get_column(record, column, where, kind)
     if isinstance(value, str):
         return [_message(role, value)]
@@ -201,9 +204,10 @@ _OTHER_BLOCK = (
 
 
 def _read_blocks(blocks: list[Any], where: str) -> Message:
-    """The content, media, thinking and tool calls of a message, read from a list of content blocks,
-    OpenAI's or (with "value") LLaMA-Factory's. In the content, MARK stands for an image, video or
-    audio. Raises ValueError for other blocks, and for a tool call that is not JSON."""
+    """Read a message from its list of content blocks (OpenAI's, or LLaMA-Factory's with "value") ->
+    a dict with its content, its media and, if there are any, its thinking and tool calls. In the
+    content, MARK stands for an image, video or audio. where: the record's place, for messages.
+    Raises ValueError for blocks of other types, and for a tool call that is not JSON."""
     message: Message = {"content": "", "media": []}
     for block in blocks:
         block = _without((), block) if isinstance(block, dict) else block
@@ -234,8 +238,9 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _in_frame(value: Any, where: str) -> dict[str, Any]:
-    """A tool's description, or a tool call, in OpenAI's form {"function": {"name": ..., ...}, ...}.
-    Raises ValueError if it has no name."""
+    """Bring the description of a tool, or a tool call, into OpenAI's form {"function":
+    {"name": ..., ...}, ...}. where: its place, for messages. Raises ValueError if it has no name.
+    """
     match value:
         case {"function": {"name": str()}}:
             return value
@@ -316,9 +321,9 @@ def is_plain(record: Any, form: str) -> bool:
 
 
 def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
-    """True if a pair's answers are whole conversations that contain the prompt: by its "role" or
-    "from", the first turn of "chosen" is the user's, a system or a developer message. pairs has no
-    effect."""
+    """True if the answers of a preference pair are whole conversations that contain the prompt.
+    This is seen from the first turn of "chosen": its "role" or "from" is the user, system or
+    developer. spec: the dataset's declaration, which may rename the column. pairs: not used."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
@@ -329,17 +334,16 @@ def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: b
 @dataclass(frozen=True)
 class Format:
     """A record format, such as alpaca or sharegpt: how to recognise it, and how to read messages
-    from it.
+    from it. spec: the dataset's declaration. where: the record's place, "file:line".
 
     fits(record, spec, pairs): True if the record has this format; pairs: True for preference pairs.
-    prompt(record, spec, where), answer(record, spec, where): the messages of prompt and answer, or
-    all from prompt() and [] from answer(); ValueError that names `where` ("file:line") for a wrong
-    record.
+    prompt(record, spec, where), answer(record, spec, where): the messages of the prompt, and of the
+    answer. If prompt() returns all messages, answer() returns []. ValueError that names `where` for
+    a wrong record.
     alone: for error messages, the columns of a record with one conversation; None: the format has
     no such records.
     in_pairs: for error messages, the columns of a pair besides chosen and rejected; None: the
-    format has no pairs.
-    """
+    format has no pairs."""
 
     fits: Callable[..., Any]
     prompt: Callable[..., Any]
@@ -373,12 +377,11 @@ FORMATS = {
 
 
 def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: str) -> str:
-    """The record format of a file, decided by one record: "tokens" if the objective reads token
-    ids, otherwise the first name in FORMATS that fits and that the objective can use.
-
-    A format declared in `spec` comes first, if the objective can use it. Raises ValueError that
-    names `where` if the objective cannot use the record.
-    """
+    """The record format of a file, decided by one of its records: "tokens" if the objective reads
+    token ids, otherwise a name in FORMATS. A format that the dataset declares in `spec` is taken if
+    the objective (sft, dpo and the like) can use it. Otherwise it is the first in FORMATS that the
+    record fits and that the objective can use. Raises ValueError that names `where`, the record's
+    place, if the objective cannot use the record."""
     pairs = objective.has_pairs
     if isinstance(record, str):
         record = {_text_column(spec): record}
@@ -441,9 +444,11 @@ def _text_column(spec: DatasetSpec) -> str:
 
 
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
-    """A record's text: the declared text or prompt column, else "text", with the query column on a
-    line below if dataset_info.json declares one. A record that is a text is returned as it is.
-    Raises ValueError for an unusable record, such as one without the column, or with pictures."""
+    """The text of a record for training on plain text (stage pt). It is in the column that the
+    dataset declares as text or as prompt, otherwise in "text". If dataset_info.json declares a
+    query column, its text follows on a new line. A record that is itself a text is returned as it
+    is. Raises ValueError for an unusable record, such as one without the column, or with pictures.
+    """
     if isinstance(record, str):
         return record
     get_column(record, "", where, object, required=False)  # refuses anything but an object
@@ -464,14 +469,14 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
 @dataclass(frozen=True)
 class Conversation:
     """A conversation in OpenAI's form: an optional system or developer message, then user and
-    assistant in turn, ending with the assistant (a prompt for generation may end and alternate
-    otherwise). Tool messages follow an assistant's, one or several.
+    assistant in turn, ending with the assistant. One or several tool messages may follow an
+    assistant's. A prompt for generation may end and alternate in other ways.
 
-    weights: message index -> True if it is trained, False if not, where the record says so.
-    options: variables of the chat template. is_plain: True for a prompt and completion without a
-    chat template. media: the images and other inputs of all messages; in a message a text such as
-    Media.block stands for each.
-    """
+    tools: descriptions of the tools; None: no tools. weights: message index -> True if the message
+    is trained, False if not, for messages of which the record says so. options: variables of the
+    chat template. is_plain: True for a prompt and completion without a chat template. media: the
+    images and other inputs of all messages; in a message a text such as Media.block stands for
+    each."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -492,14 +497,14 @@ def conversations(
     media: Media = TEXT,
     labelled: bool = False,
 ) -> list[Conversation]:
-    """The conversation in a record; two for a pair, chosen and rejected, with the same messages
-    before the last one.
+    """Read the conversation in a record. The result has one, or two for a preference pair: chosen
+    and rejected, with the same messages before the last one.
 
-    form: a name in FORMATS. pairs: True for a stage that trains preference pairs. default_system:
-    for a record without a system message. ignored: message keys to drop. media: reads the model's
-    images and other inputs than text. labelled: True if an answer has a label, which label_of
-    reads. Raises ValueError that names `where` for an unusable record.
-    """
+    spec: the dataset's declaration. form: a name in FORMATS. pairs: True for a stage that trains
+    preference pairs. default_system: system message of a record without one. where: the record's
+    place. ignored: message keys to drop. media: reads the model's images and other inputs than
+    text. labelled: True if an answer has a label, which label_of() reads. Raises ValueError that
+    names `where` for an unusable record."""
     row = FORMATS[form]
     options = _template_options(record, where)
     _refuse_other_kinds(record, pairs or labelled, where)
@@ -560,9 +565,11 @@ def prompt_and_answer(
     media: Media = TEXT,
 ) -> tuple[Conversation, str | None]:
     """Split a record for generation -> (conversation before its last answer, text of that answer).
-    The text is None if the record does not end with an answer. form: a name in FORMATS. ignored:
-    message keys to drop. media: reads the model's images and other inputs. ValueError for an
-    unusable record, or one without a message before its answer."""
+    The text is None if the record does not end with an answer. spec: the dataset's declaration.
+    form: a name in FORMATS. default_system: system message of a record without one. ignored:
+    message keys to drop. media: reads the model's images and other inputs. Raises ValueError that
+    names `where`, the record's place, for an unusable record, or one without a message before its
+    answer."""
     row = FORMATS[form]
     turns = [*row.prompt(record, spec, where), *row.answer(record, spec, where)]
     messages = [_without(ignored, turn) for turn in turns]
@@ -583,15 +590,17 @@ def prompt_and_answer(
 
 
 def _template_options(record: Any, where: str) -> dict[str, Any]:
-    """The chat template's variables in a record's chat_template_kwargs, without nulls; {} if there
-    are none."""
+    """The variables for the chat template in a record's field chat_template_kwargs, without nulls;
+    {} if there are none. where: the record's place, for messages."""
     options = get_column(record, "chat_template_kwargs", where, dict, required=False)
     return _without((), options or {})
 
 
 def _refuse_other_kinds(record: dict[str, Any], has_opinions: bool, where: str) -> None:
-    """Raise ValueError for a record with a label true or false (in kto_tag also a number), unless
-    the stage reads labels or pairs (has_opinions): otherwise bad answers would be trained too."""
+    """Raise ValueError for a record whose label says if its answer is good, in a stage that reads
+    neither labels nor pairs: such a stage would train bad answers too. A label is true or false in
+    the column "label", or true, false or a number in "kto_tag". has_opinions: True for a stage that
+    reads labels or pairs; nothing is refused then."""
     for column in () if has_opinions else _LABELS:
         # under TRL's name a number may be a class
         kinds = bool if column == "label" else (bool, int, float)
@@ -607,9 +616,10 @@ _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 
 
 def _take_weights(messages: list[Message], where: str) -> dict[int, bool]:
-    """Remove the keys that weight a message, such as "weight" or "train", from messages, in place
-    -> {message index: True if the message is trained}, for messages that had one. Raises ValueError
-    for values other than 0 and 1 (or false and true), or if two in a message differ."""
+    """Find out which messages are trained, from keys such as "weight" or "train", and remove these
+    keys from the messages, in place -> {message index: True if it is trained} for messages with
+    such a key. Raises ValueError for values other than 0 and 1 (or false and true), or if two such
+    keys of a message differ. where: the record's place, for messages."""
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}
@@ -655,8 +665,9 @@ def _check_turns(messages: list[Message], where: str) -> None:
 
 
 def _tools(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]] | None:
-    """The descriptions of a record's tools in OpenAI's form; None if there are none. Raises
-    ValueError for invalid ones."""
+    """The descriptions of a record's tools in OpenAI's form; None if there are none. spec: the
+    dataset's declaration, which may name their column. Raises ValueError that names `where`, the
+    record's place, for invalid ones."""
     column = spec.columns.get("tools", "tools")
     tools = get_column(record, column, where, (list, str), required=False)
     if isinstance(tools, str):
@@ -671,8 +682,10 @@ def _tools(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]] |
 def _check_prompts(
     chosen: list[Message], rejected: list[Message], prompt: list[Message], where: str
 ) -> None:
-    """Raise ValueError if the answers of a pair have different prompts, or a prompt that lacks the
-    text of a message of the prompt column (`prompt`, [] for none)."""
+    """Raise ValueError if the two answers of a preference pair have different prompts. chosen,
+    rejected: the messages of both conversations, with the answer last. prompt: the messages in the
+    record's prompt column, [] without one. It is an error too if the conversations lack the text of
+    one of these."""
     if chosen[:-1] != rejected[:-1]:
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         raise ValueError(

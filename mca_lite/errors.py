@@ -53,9 +53,10 @@ class ConfigError(UserError, ValueError):
 class Rule(NamedTuple):
     """A combination of keys that does not work.
 
-    when: conditions separated by spaces; if each one is true, the combination is refused. `key` is
-    true if its value is (not None, false, 0 or empty), `key=value` if the value, as text, equals or
-    the list contains it; `!` negates, `|` joins alternatives. The Problem names the first key.
+    when: conditions separated by spaces; if all are true, the combination is refused. The condition
+    `key` is true if the key's value is not None, false, 0 or empty. `key=value` is true if the
+    key's value as text is that value, or a list that contains it. `!` before either negates it; `|`
+    between two means "or". reason, remedy: texts for the Problem, which names the first key.
     """
 
     when: str
@@ -67,11 +68,12 @@ _CURRENT = object()
 
 
 class Judge:
-    """Collects the Problems of a configuration, to raise them together.
+    """Collects the Problems (errors for the user) of a configuration, to raise them together.
 
-    arguments: an object whose attributes are keys. problems: Problems found earlier, with which
-    the attribute `problems` begins. bad: keys with a Problem; refuse() ignores further Problems
-    that involve them."""
+    arguments: an object whose attributes are configuration keys. problems: Problems found earlier,
+    with which the attribute `problems` begins. bad: keys that have a Problem already; refuse() adds
+    no other Problem that involves one of them.
+    """
 
     def __init__(self, arguments: Any, problems: Iterable[Problem] = ()) -> None:
         self.arguments = arguments
@@ -81,10 +83,12 @@ class Judge:
     def refuse(
         self, keys: str, reason: str, suggestion: str, value: Any = _CURRENT, name: str = ""
     ) -> None:
-        """Add a Problem for the first of `keys` (separated by spaces), unless one of `keys` is bad.
+        """Add a Problem (an error for the user) for the first of `keys`, which are separated by
+        spaces. If one of `keys` is in `bad`, as it has a Problem already, nothing is added.
 
-        value: shown in place of the key's current value. name: shown in place of the key, which
-        does not become bad then."""
+        value: shown in place of the key's current value. name: shown in place of the key, which is
+        not added to `bad` then.
+        """
         first, *_ = keys.split()
         if not self.bad.isdisjoint(keys.split()):
             return
@@ -100,7 +104,8 @@ class Judge:
             self.refuse(*problem)
 
     def holds(self, condition: str) -> bool:
-        """True if a Rule's condition is met. Raises AttributeError for an unknown key."""
+        """True if a condition is met, such as "key" or "!key=value|other"; class Rule describes the
+        form. Raises AttributeError for an unknown key."""
         return any([self._is_met(part) for part in condition.split("|")])
 
     def _is_met(self, part: str) -> bool:
@@ -111,8 +116,8 @@ class Judge:
         return is_met != part.startswith("!")
 
     def apply(self, rules: Iterable[Rule]) -> None:
-        """Add a Problem for each rule whose conditions are all met, unless one of its keys is
-        bad."""
+        """Add a Problem for each rule whose conditions are all met (the combination of keys does
+        not work), unless one of the rule's keys has a Problem already."""
         for rule in rules:
             # a list, so that each key is read: one that is misspelt fails at once
             if all([self.holds(condition) for condition in rule.when.split()]):
@@ -126,7 +131,8 @@ class Judge:
 
 
 def refuse(key: str, value: object, reason: str, suggestion: str) -> NoReturn:
-    """Raise ConfigError with one Problem."""
+    """Raise ConfigError with one Problem: the key, its value, the reason, and what to set
+    instead."""
     raise ConfigError([Problem(key, value, reason, suggestion)])
 
 

@@ -60,8 +60,8 @@ def _gemma_scales(hf: Any) -> dict[str, float]:
 
 
 def _gemma4(hf: Any) -> dict[str, Any]:
-    """Config fields for Gemma 4: the embedding's multiplier, and head size and count of key-value
-    heads in layers without a sliding window."""
+    """{McaModelConfig field: value} for Gemma 4, from its transformers config `hf`: the embedding's
+    multiplier, and head size and count of key-value heads in layers without a sliding window."""
     full = hf.per_layer_config["full_attention"]
     return {
         "embedding_multiplier": hf.hidden_size**0.5,
@@ -75,8 +75,8 @@ def _without_rope(is_without: Iterable[bool]) -> dict[str, list[int]]:
 
 
 def _exaone4(hf: Any) -> dict[str, Any]:
-    """Config fields for EXAONE 4: layers without a sliding window have no rotary embedding. If
-    sliding_window is null, every layer has a rotary embedding."""
+    """{McaModelConfig field: value} for EXAONE 4, from its transformers config `hf`: layers without
+    a sliding window have no rotary embedding. If sliding_window is null, every layer has one."""
     if hf.sliding_window is None:
         return {}
     return _without_rope(name == "full_attention" for name in hf.layer_types)
@@ -112,8 +112,8 @@ def _sparse_layers(hf: Any) -> dict[str, Any]:
 
 
 def _experts_everywhere(hf: Any) -> dict[str, Any]:
-    """Config fields for a model with experts in every layer, each with
-    intermediate_size columns."""
+    """{McaModelConfig field: value} for a model with experts in every layer, from its transformers
+    config `hf`. Each expert has intermediate_size columns."""
     return {
         "moe_layer_freq": [1] * hf.num_hidden_layers,
         "moe_ffn_hidden_size": hf.intermediate_size,
@@ -123,12 +123,12 @@ def _experts_everywhere(hf: Any) -> dict[str, Any]:
 def _grouped_experts(
     hf: Any, grouped: bool, routed: str = "n_routed_experts", shared: str = "n_shared_experts"
 ) -> dict[str, Any]:
-    """Config fields for the experts of DeepSeek's and similar models: dense layers first, then
-    layers with routed and shared experts, or as mlp_layer_types says.
+    """{McaModelConfig field: value} for the experts of DeepSeek's and similar models, from a
+    transformers config `hf`. Dense layers come first, then layers with routed and shared experts;
+    if the config has mlp_layer_types, they decide instead.
 
     grouped: True if the router chooses groups of experts first. routed, shared: the config.json
-    keys with the counts of routed and of shared experts.
-    """
+    keys with the counts of routed and of shared experts."""
     dense = field_of(hf, "first_k_dense_replace", 0)
     sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
     if kinds := field_of(hf, "mlp_layer_types"):
@@ -145,9 +145,9 @@ def _grouped_experts(
 
 
 def _sigmoid_router(hf: Any, *keys: str) -> dict[str, Any]:
-    """Config fields for the experts of DeepSeek-V3 and similar models: sigmoid scores, and a bias
-    that affects only which experts are chosen. keys: the config.json keys with the counts of routed
-    and of shared experts."""
+    """{McaModelConfig field: value} for the experts of DeepSeek-V3 and similar models, from a
+    transformers config `hf`: sigmoid scores, and a bias that affects only which experts are chosen.
+    keys: the config.json keys with the counts of routed and of shared experts."""
     return {
         **_grouped_experts(hf, (hf.n_group or 1) > 1, *keys),
         "moe_router_score_function": "sigmoid",
@@ -162,8 +162,9 @@ def _glm4_moe(hf: Any) -> dict[str, Any]:
 
 
 def _latent_fields(hf: Any) -> dict[str, Any]:
-    """Config fields for multi-latent attention. They include the scale of the attention scores if
-    yarn's mscale_all_dim, with a factor above 1, changes it."""
+    """{McaModelConfig field: value} for multi-latent attention, from a transformers config `hf`.
+    The scale of the attention scores is among them if yarn's mscale_all_dim, with a factor above 1,
+    changes it."""
     rope = hf.rope_parameters
     fields = {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
     factor = rope.get("factor") or 1.0
@@ -175,9 +176,10 @@ def _latent_fields(hf: Any) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: Any) -> dict[str, Any]:
-    """Config fields for gpt-oss: experts in each layer, and with attention_bias biases in
-    attention. The router's weights are a softmax over all experts, normalised over the chosen
-    experts, which equals gpt-oss's softmax over the chosen experts."""
+    """{McaModelConfig field: value} for gpt-oss, from its transformers config `hf`: experts in each
+    layer, and biases in attention if attention_bias is set. The router's weights are a softmax over
+    all experts, normalised over the chosen ones, which equals gpt-oss's softmax over the chosen
+    ones."""
     return {
         **_experts_everywhere(hf),
         "add_qkv_bias": hf.attention_bias,
@@ -186,7 +188,9 @@ def _gpt_oss(hf: Any) -> dict[str, Any]:
 
 
 def _flint(hf: Any) -> dict[str, Any]:
-    """Config fields for Flint, whose layers without a sliding window have no rotary embedding."""
+    """{McaModelConfig field: value} for Flint, from its transformers config `hf`: the layers with
+    experts, whether attention has biases, and no rotary embedding in layers without a sliding
+    window."""
     return {
         **_sparse_layers(hf),
         **_without_rope(name == "full_attention" for name in hf.layer_types),
@@ -196,14 +200,16 @@ def _flint(hf: Any) -> dict[str, Any]:
 
 
 def _hyperclovax(hf: Any) -> dict[str, Any]:
-    """Config fields for HyperCLOVA X. Its logits are multiplied by logits_scaling, and this
-    package's field divides them, so the field is the inverse."""
+    """{McaModelConfig field: value} for HyperCLOVA X, from its transformers config `hf`. Hugging
+    Face's model multiplies its logits by logits_scaling, and this package's model divides them by
+    the field of this name, so the field is the inverse."""
     return {"logits_scaling": 1 / hf.logits_scaling, "add_output_bias": hf.attention_bias}
 
 
 def _hunyuan_moe(hf: Any) -> dict[str, Any]:
-    """Config fields for Hunyuan's experts, with one shared expert as wide as a routed one. Raises
-    ValueError if layers differ in the count of experts per token."""
+    """{McaModelConfig field: value} for Hunyuan's experts, from a transformers config `hf`: routed
+    ones in every layer, and one shared expert as wide as a routed one. Raises ValueError if layers
+    differ in the count of experts per token."""
     counts = hf.moe_topk
     if isinstance(counts, int):
         counts = [counts]
@@ -217,8 +223,9 @@ def _hunyuan_moe(hf: Any) -> dict[str, Any]:
 
 
 def _deepseek_v2(hf: Any) -> dict[str, Any]:
-    """Config fields for DeepSeek-V2: latent attention, and groups of experts that are ranked by
-    their best expert if topk_method is group_limited_greedy."""
+    """{McaModelConfig field: value} for DeepSeek-V2, from its transformers config `hf`: latent
+    attention, and experts. If topk_method is group_limited_greedy, the router chooses groups of
+    experts first, and ranks a group by its best expert."""
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
@@ -564,11 +571,10 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
-    """The Family of a config.json's model_type. Raises ConfigError if the type is not supported, or
-    if it needs an optional part whose files are missing.
-
-    values: the contents of the config.json, for a more precise reason.
-    """
+    """The Family (how weights and config.json map to megatron) of a config.json's model_type.
+    Raises ConfigError if the type is not supported, or if it needs an optional part of this package
+    whose files are missing. values: the contents of the config.json, so that the error can give a
+    more precise reason."""
     judge = Judge(None)
     check_type(dict(values or {}, model_type=str(model_type)), judge)
     judge.close()
@@ -584,10 +590,10 @@ def needs_file(values: dict[str, Any]) -> bool:
 
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
-    """Add a Problem to `judge` if the backend cannot train the model_type in a config.json. With
-    use_mca: false, causal language models of transformers pass too. A model whose layers or inputs
-    need an optional part of this package is refused if that part's files are missing. Without a
-    model_type nothing is added."""
+    """Report to `judge`, which collects problems, if a model cannot be trained because of its
+    model_type. values: the contents of its config.json; without a model_type nothing is reported.
+    use_mca: if False, causal language models of transformers pass too. A model whose layers or
+    inputs need an optional part of this package is refused if that part's files are missing."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return
@@ -640,12 +646,12 @@ def values_of(hf: Any) -> dict[str, Any]:
 
 
 def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
-    """The Rows of a model: one per megatron tensor, with its Hugging Face names. Names have {} for
-    the layer, so a row stands for the tensor in each layer that has it; experts have separate rows.
+    """The Rows of a model: each gives megatron's name of a tensor, and the names of the Hugging
+    Face tensors that it is made from. {} in a name stands for the layer, so a Row serves the tensor
+    in each layer that has it; each expert has Rows of its own.
 
     config: an object with McaModelConfig's fields. Raises ConfigError for an unsupported model
-    type.
-    """
+    type."""
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):

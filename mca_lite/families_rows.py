@@ -12,20 +12,20 @@ from .errors import Judge
 
 @dataclass(frozen=True)
 class Row:
-    """One megatron tensor, or one per layer or expert, and the Hugging Face tensors that it is made
-    from.
+    """A tensor of megatron's model, or one per layer or expert, and the Hugging Face tensors that
+    it is made from.
 
-    mca: megatron's name, with {} for the layer and [] for the expert. hf: Hugging Face's names.
+    mca: megatron's name, with {} for the layer's index and [] for the expert's. hf: Hugging Face's
+    names.
     kind: how they correspond: "copy" (whole on every tensor-parallel rank), "column" or "row"
     (split along axis 0 or 1), "gated" (gate and up), "qkv" and the like; "module": all tensors of
-    an input module, with * for their names.
+    an input module (such as a vision tower), with * for their names.
     layers: the layers that have the tensor: "all", "moe" (with experts), "dense", "linear" or
     "attention" (with linear attention, or without), "window" or "full" (with a sliding window, or
     without).
     when: True, or the config field that must be set (after "not ": unset) for the tensor to exist.
     expert: the expert's index in its layer. fused: True if one HF tensor contains several, such as
-    q, k and v. linear: True for the matrix of a linear, if the kind is "copy".
-    """
+    q, k and v. linear: for the kind "copy", True if the tensor is the matrix of a linear."""
 
     mca: str
     hf: tuple[str, ...]
@@ -57,8 +57,8 @@ class Row:
         return self.mca.startswith("vision_model.")
 
     def is_there(self, config: Any) -> bool:
-        """True if a model with this config has the tensor (see `when`). config: any object with
-        McaModelConfig's fields."""
+        """True if a model with this config has the tensor. If the row's `when` names a field of the
+        config, that field decides. config: any object with McaModelConfig's fields."""
         if isinstance(self.when, bool):
             return self.when
         name = self.when.removeprefix("not ")
@@ -77,9 +77,10 @@ HF_LAYERS = "model.layers.{}."
 
 
 def _row(mca: str, modules: str, kind: str, of: str = "weight", **more: Any) -> Row:
-    """A Row for a tensor of decoder layers. mca: megatron's module ("mlp.linear_fc2"). modules:
-    Hugging Face's modules, separated by spaces ("mlp.down_proj"). of: "weight" or "bias". more:
-    other fields of Row."""
+    """A Row (megatron's name of a tensor with Hugging Face's names) for a tensor that decoder
+    layers have. mca: megatron's module in the layer ("mlp.linear_fc2"). modules: Hugging Face's
+    modules in the layer, separated by spaces ("mlp.down_proj"). kind: how the tensors correspond,
+    such as "row". of: "weight" or "bias". more: other fields of Row."""
     hf = tuple(f"{HF_LAYERS}{name}.{of}" for name in modules.split())
     return Row(f"{LAYERS}{mca}.{of}", hf, kind, **more)
 
@@ -92,12 +93,12 @@ def attention(
     norms: str = "q_norm k_norm",
     sinks: str = "sinks",
 ) -> Iterator[Row]:
-    """Yield the rows of a softmax attention layer: q, k and v, their bias and norms, output, sinks.
+    """Yield the Rows (megatron's name of a tensor with Hugging Face's names) of a softmax attention
+    layer: q, k and v, their bias and norms, output, sinks.
 
     bias, norm: whether q, k and v have a bias, and q and k a norm: a bool, or the config field that
-    decides. norm_kind: "column" for one norm over all heads. fused: q, k and v are one HF tensor.
-    norms, sinks: Hugging Face's names.
-    """
+    decides. norm_kind: the norms' Row.kind, "column" for one norm over all heads. fused: True if q,
+    k and v are one HF tensor. norms, sinks: Hugging Face's names."""
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -116,8 +117,9 @@ def attention(
 
 
 def attention_of_two_sizes() -> Iterator[Row]:
-    """Yield the rows of attention in a model whose sliding-window layers and full layers have
-    different head sizes. In full layers the keys serve as values too."""
+    """Yield the Rows (megatron's name of a tensor with Hugging Face's names) of attention in a
+    model whose sliding-window layers and full layers have different head sizes. In full layers the
+    keys serve as values too."""
     qkv, *others = attention(norm=True)
     yield replace(qkv, layers="window")
     yield _row("self_attention.linear_qk", "self_attn.q_proj self_attn.k_proj", "qk", layers="full")
@@ -125,8 +127,9 @@ def attention_of_two_sizes() -> Iterator[Row]:
 
 
 def latent_attention() -> Iterator[Row]:
-    """Yield the rows of multi-latent attention. Queries are projected by one matrix; if the config
-    has q_lora_rank, by two matrices with a norm between them."""
+    """Yield the Rows (megatron's name of a tensor with Hugging Face's names) of multi-latent
+    attention. If the config has q_lora_rank, queries are projected by two matrices with a norm
+    between them; otherwise by one matrix."""
 
     def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)
@@ -144,8 +147,9 @@ def latent_attention() -> Iterator[Row]:
 def mlp_rows(
     hf: str = "mlp.", mca: str = "mlp.", fused: bool = False, gated: bool = True, **more: Any
 ) -> Iterator[Row]:
-    """Yield the rows of an MLP. hf, mca: prefixes of the names. fused: gate and up are one HF
-    tensor. gated: whether there is a gate. more: fields of Row, such as layers="dense"."""
+    """Yield the Rows (megatron's name of a tensor with Hugging Face's names) of an MLP. hf, mca:
+    prefixes of these names. fused: True if gate and up are one HF tensor. gated: False if there is
+    only up, without a gate. more: fields of Row, such as layers="dense"."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
     if gated:
         yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
@@ -162,9 +166,11 @@ def moe_rows(
     router: str = "gate",
     bias_of: str = "gate.",
 ) -> Iterator[Row]:
-    """Yield the rows of a layer's router and routed experts, with separate Hugging Face tensors for
-    each expert's gate, up and down. bias_of: the prefix of e_score_correction_bias. The other
-    arguments are Hugging Face's names of modules; hf is their common prefix."""
+    """Yield the Rows (megatron's name of a tensor with Hugging Face's names) of a layer's router
+    and routed experts. Each expert's gate, up and down are separate Hugging Face tensors.
+
+    hf: the prefix of Hugging Face's modules. router: the router's name after it. gate, up, down:
+    names of an expert's modules. bias_of: the prefix, after hf, of e_score_correction_bias."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
@@ -181,8 +187,9 @@ def moe_rows(
 
 
 def shared_expert_rows(name: str, gate: str | None = None) -> Iterator[Row]:
-    """Yield the rows of shared experts. name, gate: Hugging Face's names of their module and of the
-    gate that weights their output (None: there is no gate)."""
+    """Yield the Rows (megatron's name of a tensor with Hugging Face's names) of a layer's shared
+    experts. name: Hugging Face's name of their module. gate: that of the gate that weights their
+    output; None: there is no gate."""
     mca = "mlp.shared_experts."
     more: dict[str, Any] = dict(layers="moe", when="moe_shared_expert_intermediate_size")
     yield from mlp_rows(f"mlp.{name}.", mca, **more)
@@ -207,9 +214,11 @@ _NORMS = "input_layernorm self_attn_bda.norm pre_mlp_layernorm mlp_bda.norm"
 def decoder_rows(
     of_attention: Iterable[Row], of_mlp: Iterable[Row], norms: str = PRE_NORMS
 ) -> tuple[Row, ...]:
-    """The rows of a decoder: embedding, a layer's norms, attention and MLP, final norm, and output
-    layer or value head. of_attention, of_mlp: rows of a layer. norms: Hugging Face's names of a
-    layer's norms, four words such as PRE_NORMS."""
+    """The Rows (megatron's name of a tensor with Hugging Face's names) of a whole decoder:
+    embedding, a layer's norms, attention and MLP, final norm, and output layer or value head.
+
+    of_attention, of_mlp: Rows of a layer. norms: Hugging Face's names of a layer's norms, four
+    words such as PRE_NORMS: before and after attention, before and after the MLP; "-" for none."""
     names = zip(_NORMS.split(), norms.split(), strict=True)
     of_layer = [_row(mca, hf, "copy") for mca, hf in names]
     rows = (
@@ -232,8 +241,8 @@ PREDICTION_KEY = "num_nextn_predict_layers"
 
 
 def dense_rows(norms: str = PRE_NORMS, **of_attention: Any) -> tuple[Row, ...]:
-    """The rows of a decoder without experts, with a gated MLP. norms: see decoder_rows().
-    of_attention: arguments of attention()."""
+    """The Rows (megatron's name of a tensor with Hugging Face's names) of a decoder without
+    experts, with a gated MLP. norms: see decoder_rows(). of_attention: arguments of attention()."""
     return decoder_rows(attention(**of_attention), mlp_rows(), norms)
 
 
@@ -350,8 +359,8 @@ def _default(kind: type) -> Any:
 
 
 def field_of(hf: Any, key: str, default: Any = None) -> Any:
-    """The value of `key` in a transformers config `hf`. `default` if the config's class has no such
-    field, even if config.json does; head_dim is read in any case."""
+    """The value of `key` in a transformers config `hf`. If the config's class has no such field,
+    the result is `default`, even if config.json has the key; head_dim alone is read in any case."""
     # models read head_dim even if the config class has no such field
     if key == "head_dim" or hasattr(_default(hf.__class__), key):
         return getattr(hf, key, default)
@@ -360,9 +369,10 @@ def field_of(hf: Any, key: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: how its weights and config.json map to megatron's model, and what is refused.
+    """A family of models (a model_type of config.json): how its weights and config.json map to
+    megatron's model, and what is refused.
 
-    rows: its tensors.
+    rows: the Rows of its tensors, which pair megatron's names with Hugging Face's.
     config: config.json key -> McaModelConfig field, in addition to DENSE_CONFIG.
     constants: McaModelConfig fields with a value for the family, which `config` may override; they
     add to or override _CONSTANTS. derived: function of the transformers config for the other
@@ -379,8 +389,7 @@ class Family:
     unused: patterns of checkpoint tensors that are not used, in addition to UNUSED_TENSORS; if
     multi-token prediction layers are trained, they do not count.
     prefixes, stacked_experts, renamed: how names and experts in files differ from transformers'
-    modules.
-    """
+    modules."""
 
     rows: tuple[Row, ...]
     config: dict[str, str] = field(default_factory=dict)
@@ -406,7 +415,7 @@ class Family:
     renamed: dict[str, str] = field(default_factory=dict)
 
     def values(self, hf: Any) -> dict[str, Any]:
-        """{McaModelConfig field: value} for a transformers config."""
+        """Translate a transformers config `hf` of this family -> {McaModelConfig field: value}."""
         values = _CONSTANTS | self.constants
         whole = hf
         hf = hf.get_text_config()
@@ -435,8 +444,8 @@ class Family:
         return values
 
     def reads(self, quantized: Any) -> bool:
-        """True if weights quantised in a given manner can be read: bitsandbytes' NF4, or MXFP4 in a
-        family whose files have it. quantized: quantization_config of a config.json."""
+        """True if this family can read weights of this quantisation: bitsandbytes' NF4, or MXFP4 if
+        the family's files have it. quantized: the quantization_config of a config.json."""
         values = dict(quantized) if isinstance(quantized, Mapping) else {}
         method = values.get("quant_method")
         if method == "bitsandbytes":

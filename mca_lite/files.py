@@ -173,8 +173,8 @@ def checksum(path: PathLike) -> tuple[int, int]:
 
 
 def _checksum_of_piece(descriptor: int, start: int) -> tuple[int, int]:
-    """(bytes, CRC-32) of the piece of a file, at most _PIECE_BYTES long, that begins at byte
-    `start`. descriptor: the open file's."""
+    """Compute the CRC-32 of one piece of a file, at most _PIECE_BYTES long -> (number of bytes,
+    CRC-32). descriptor: the open file's number. start: the piece's first byte."""
     block = memoryview(bytearray(_BLOCK_BYTES))
     done = 0
     crc = 0
@@ -188,8 +188,8 @@ def _checksum_of_piece(descriptor: int, start: int) -> tuple[int, int]:
 
 
 def _joined_checksum(first: int, second: int, num_bytes: int) -> int:
-    """The CRC-32 of two byte strings end to end, from the CRC-32 of each and the second one's
-    length."""
+    """Combine checksums: the CRC-32 of two byte strings end to end. first, second: the CRC-32 of
+    each. num_bytes: length of the second string."""
     shift = 1 << 31  # x^0, the highest bit is the lowest power
     power = 1 << 23  # x^8
     while num_bytes:
@@ -201,7 +201,8 @@ def _joined_checksum(first: int, second: int, num_bytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """a * b modulo the polynomial of CRC-32, both with reflected bits."""
+    """Multiply two polynomials over bits modulo the polynomial of CRC-32 (a step of joining
+    checksums). a, b and the result have reflected bits: the highest bit is the lowest power."""
     total = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -285,14 +286,16 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def snapshot_of(path: Path) -> Path | None:
-    """The folder directly below one named "snapshots", as in the hub's cache, that is `path` or
-    contains it; None if there is none."""
+    """The snapshot of a hub model in which `path` lies, as in the hub's cache: a folder whose
+    parent is named "snapshots", either `path` itself or a folder above it. None if there is none.
+    """
     return next((p for p in (path, *path.parents) if p.parent.name == "snapshots"), None)
 
 
 def check_can_write(folder: PathLike, key: str) -> None:
-    """Raise ValueError if `folder` cannot be written or made, judged by it or its nearest existing
-    parent. Changes nothing. key: the configuration key that names the folder."""
+    """Raise ValueError if `folder` cannot be written or made. Nothing is changed: the check looks
+    at the permissions of the folder, or of the nearest parent that exists. key: the configuration
+    key that names the folder, for the error."""
     wanted = existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -356,15 +359,16 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The language model's keys in a config.json: in thinker_values(), text_config if there is one,
-    otherwise all keys."""
+    """The keys of a config.json that describe the language model: text_config if there is one,
+    otherwise all keys. For a model that also generates speech, they are looked up in its
+    thinker_config."""
     values = thinker_values(values)
     return values.get("text_config") or values
 
 
 def thinker_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the trained model: thinker_config if the model also
-    generates speech, because only its thinker is trained; else everything."""
+    """The part of a config.json that describes the trained model: thinker_config if there is one,
+    as in Qwen3-Omni, whose thinker alone is trained; otherwise everything."""
     return values.get("thinker_config") or values
 
 
@@ -375,12 +379,13 @@ def read_model_config(
     own_weights: bool = True,
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
-    """The content of the first of `files` in a model's folder, or of config.json on the hub at
-    `revision` (see thinker_values for a model that also generates speech). If it cannot be used,
-    `judge` gets a Problem and the result is {}.
+    """Read a model's configuration: the first of `files` that is in the model's folder, or
+    config.json from the hub at `revision`. For a model that also generates speech, only the part
+    that is trained is returned (thinker_values). If no configuration can be used, `judge` (which
+    collects errors) gets a Problem for model_name_or_path, and the result is {}.
 
-    own_weights: True if the model's weights will be read too; a checkpoint in mcore_adapter's
-    format is a Problem then.
+    own_weights: True if the model's weights will be read too; then a checkpoint in mcore_adapter's
+    format is a Problem.
     """
     folder = Path(name)
     of_mcore_adapter = own_weights and why_mcore_adapters(folder)
@@ -428,9 +433,10 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's text for users. It says "disk full" if a disk or quota is. The error's type is
-    named, unless it is a UserError, ValueError or OSError with a text. An error of torch's archive
-    writer counts as the OSError in its context, or as one of a full disk."""
+    """An error's text for users. The error's type is named, unless it is a UserError, ValueError or
+    OSError that has a text. A full disk or quota is called "disk full". An error of torch's archive
+    writer, which hides the cause, is described by the OSError in its context; without one, as a
+    full disk."""
     if "inline_container" in str(error):
         # torch's archive writer hides the operating system's error
         full = OSError("a file could not be written whole: No space left on device, or a limit")
@@ -444,9 +450,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def users_place(error: BaseException) -> str | None:
-    """The user's code that raised an error, or called the library that raised it, as "function
-    (file:line)". None if the innermost code outside of libraries belongs to this package, or if
-    there is none."""
+    """The place in the user's code that an error comes from, as "function (file:line)": the
+    innermost code of the traceback that is in no library. None if this code belongs to this
+    package, or if all code is in libraries."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     for file, line, function in reversed(_FRAME.findall(text)):
         if Path(file).is_relative_to(Path(__file__).parent):

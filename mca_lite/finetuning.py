@@ -26,8 +26,9 @@ IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 class Request(NamedTuple):
     """The arguments of Finetuning.plan. arguments: RunArguments. config: a McaModelConfig or
-    transformers config. host(): returns the model to plan for, which is a VirtualModels, a
-    McaModelConfig or a transformers model. num_new: number of new tokens in the vocabulary."""
+    transformers config. host(): returns the model to plan for, or a McaModelConfig that stands for
+    it; a model is VirtualModels or a transformers model. num_new: number of new tokens in the
+    vocabulary."""
 
     arguments: Any
     config: Any
@@ -55,9 +56,9 @@ class Finetuning:
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Finetuning":
-        """Decide from a run's configuration keys which modules are trained. Problems, such as a
-        layer that the model lacks, go to `judge`. No collectives.
-        """
+        """Decide from a run's configuration keys which modules are trained -> the Finetuning.
+        `judge` collects Problems (errors for the user), such as a layer that the model lacks. No
+        collectives."""
         keys = request.arguments
         kind = getattr(request.config, "hf_model_type", None) or request.config.model_type
         if cls is Finetuning and not vision_parts_of(kind):
@@ -73,7 +74,7 @@ class Finetuning:
     ) -> set[str]:
         """Hook: names of the language model's modules that the configuration keys leave trainable;
         here all. weights: the language model's, as hosts.Weight. num_layers: number of decoder
-        layers."""
+        layers. judge: collects Problems (errors for the user)."""
         return {module for weight in weights for module in weight.modules}
 
     @classmethod
@@ -93,10 +94,10 @@ class Finetuning:
         return []
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-        """Freeze the weights that are not trained, in place, before McaTrainer is made -> the
-        model. If any are frozen, a transformers model's weights become float32. seed, dtype: for
-        subclasses such as LoRA, which also add tensors, whose initial values `seed` draws, and cast
-        a transformers model's frozen weights to `dtype` instead."""
+        """Freeze the weights that are not trained, in place -> the model. Call it before McaTrainer
+        is made. If any are frozen, a transformers model's weights become float32. seed and dtype
+        have no effect here. Subclasses that add tensors, such as LoRA, draw their first values with
+        `seed`, and cast a transformers model's frozen weights to `dtype`."""
         if self.trained is not None:
             host = host_of(model)
             modules = self.trained
@@ -110,29 +111,29 @@ class Finetuning:
         return self.trained is None or module in self.trained
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """Hook: context with the adapters off, which gives the model without them. Only meaningful
-        if can_be_off; this base class changes nothing."""
+        """Hook: context manager in which the model's adapters are off; its value is the model. It
+        gives the model as it was without adapters only if can_be_off is True. This base class
+        changes nothing."""
         return contextlib.nullcontext(model)
 
     @property
     def can_be_off(self) -> bool:
-        """True if without() gives the model that the adapters were put on: adapters are trained,
-        and no whole weights.
-        """
+        """True if without() gives back the model as it was before it got adapters: the run trains
+        adapters, and no whole weights beside them."""
         return not self.is_whole and not self.saved
 
     # -- tensors next to whole weights, which a subclass adds
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Hook, for counting FLOPs: multiplications per token by the tensors that a subclass adds
-        next to a module's weight. uses: how often a token is multiplied by the weight; 0 if the
-        weight is only looked up, as in an embedding. shape: the weight's."""
+        """Hook for counting FLOPs: the multiplications per token by the tensors that a subclass
+        adds next to a module's weight; here 0. uses: how often a token is multiplied by the weight;
+        0 if the weight is only looked up, as in an embedding. shape: the weight's."""
         return 0.0
 
     def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict[str, Any]:
-        """Hook: {end of the tensor's name: shape} of the tensors that a subclass adds next to a
-        module's weight on this rank. shape: that of this rank's shard of the weight. is_embedding:
-        True for an embedding."""
+        """Hook: shapes of the tensors on this rank that a subclass adds next to a module's weight,
+        as {end of the tensor's name: shape}; here {}. shape: that of this rank's shard of the
+        weight. is_embedding: True for an embedding."""
         return {}
 
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
@@ -148,21 +149,20 @@ class Finetuning:
         return []
 
     def merger(self, model: Any) -> Change | None:
-        """Hook: a function (name, whole weight) -> the weight with its adapter merged, for exports.
-        None if nothing is to be merged. Collective.
-        """
+        """Hook: a function (name, whole weight) -> the weight with its adapter merged, for exports
+        of the merged model. None if nothing is to be merged. Collective."""
         return None
 
     def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
-        """Hook: set the first values of the tensors that a subclass adds to the model, in place, to
-        what source(key, shape) returns."""
+        """Hook: give first values, in place, to the tensors that a subclass adds to the model; here
+        nothing is done. source(key, shape): returns the values of one tensor."""
 
     # -- checkpoints
 
     def sharded_state(self, chunk: Any) -> dict[str, Any]:
-        """{name: ShardedTensor or another of megatron's sharded objects} of what a distributed
-        checkpoint may contain for this chunk of the model.
-        """
+        """The tensors of a model chunk that a distributed checkpoint may contain, as {name:
+        ShardedTensor or another of megatron's sharded objects}. chunk: one of this rank's parts of
+        the model."""
         return chunk.sharded_state_dict()
 
     def check_checkpoint(self, model: Any, folder: PathLike) -> None:
@@ -198,8 +198,9 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
     """Names of the Hugging Face modules that a run's configuration keys leave trainable; None if
     these are all modules.
 
-    model: anything that hosts.host_of takes. Layers and modules that the model lacks become
-    Problems in `judge`, and, if there is none yet, so does freezing everything. No collectives.
+    model: anything that hosts.host_of takes. `judge` collects Problems (errors for the user):
+    layers and modules that the model lacks; and freezing every weight, unless it has another
+    Problem already. No collectives.
     """
     host = host_of(model)
     weights = list(host.weights())
@@ -223,10 +224,10 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
 
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
-    """Index of the first decoder layer that may need a backward pass, judged by the trained
-    modules' names; num_layers if none does. A name without "layers.N" counts as before the first
-    layer, but after the last one if it ends in ".norm", "lm_head" or "score".
-    """
+    """Index of the first decoder layer that may need a backward pass; num_layers if none does.
+    trained: the Hugging Face names of the trained modules. A name without "layers.N" counts as
+    before the first layer, such as an embedding; but as after the last layer if it ends in ".norm",
+    "lm_head" or "score"."""
     # other modules come after the layers, or feed the first one
     ends = (".norm", "lm_head", "score")
     layers = [layer_of(m, num_layers if m.endswith(ends) else 0) for m in trained]
@@ -234,7 +235,7 @@ def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
 
 
 def layer_of(module: str, otherwise: int) -> int:
-    """The number N of the last "layers.N" in a Hugging Face module's name, which for a module of
-    the decoder is its layer's index; `otherwise` if there is none."""
+    """The number N in "layers.N." in a Hugging Face module's name (the last, if there are several):
+    for a module of the decoder its layer's index. `otherwise` if the name has no such number."""
     match = IN_LAYER.fullmatch(module)
     return otherwise if match is None else int(match[1])

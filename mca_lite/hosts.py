@@ -27,11 +27,13 @@ from .weights_files import NamedTensors
 
 
 class Weight(NamedTuple):
-    """One weight of a megatron model, or the parameters of one module of a transformers model,
-    without those of its submodules. key: what its host calls it: (megatron's name, layer or
-    None) from a MegatronHost, the module's name from a TorchHost. modules: its Hugging Face
-    modules, which can only be trained together. is_tied: True for the embedding, and for the head,
-    if they share one weight."""
+    """One weight of a megatron model, or one module of a transformers model with the parameters
+    that it has itself (not those of its submodules).
+
+    key: its name for the host: (megatron's name, layer or None) for a MegatronHost, the module's
+    name for a TorchHost. modules: the names of its Hugging Face modules; they can only be trained
+    together, because they share the weight. is_tied: True for the embedding and the head if they
+    share one weight."""
 
     key: Any
     modules: tuple[str, ...]
@@ -57,15 +59,15 @@ def last_of(module: str) -> str:
 
 
 def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
-    """The Hugging Face modules whose weights a row of the family table maps, in layer `layer`
-    (None: outside the layers)."""
+    """The names of the Hugging Face modules behind one megatron tensor. row: the tensor's Row in
+    the family table (which maps names). layer: the layer's index; None: outside the layers."""
     return tuple(module_of(name.format(layer)) for name in row.hf)
 
 
 class MegatronHost:
-    """Access by Hugging Face names to the weights of a model on megatron-core (VirtualModels). For
-    planning it can be made from a McaModelConfig, before the model is built: then only weights()
-    works, which gives names."""
+    """Access to the weights of a model on megatron-core (VirtualModels) by Hugging Face's names.
+    For planning it can be made from a McaModelConfig, before there is a model: then only weights(),
+    which gives names, works."""
 
     def __init__(self, model: Any) -> None:
         self.config = model
@@ -83,23 +85,24 @@ class MegatronHost:
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def weights(self) -> Iterator[Weight]:
-        """Yield a Weight for each weight of the whole model, in layer order; weights on other ranks
-        and a tied head are included."""
+        """Yield a Weight (names and kind) for each weight of the whole model, in layer order.
+        Weights on other ranks and a tied head are included."""
         for row, layer in in_layer_order(self.config):
             is_tied = self.is_tied and row.mca in VOCABULARY
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """Yield (key, this rank's shard, True if trainable) for each weight of this rank: a
-        Weight.key, or the same kind of key for an adapter."""
+        """Yield (key, this rank's shard, True if it is trained) for each weight of this rank. The
+        key is (megatron's name, layer or None), as in Weight.key; an adapter's weights have such
+        keys too."""
         for key, view in own_parameters(self.models).items():
             yield key, view, stacked(view).requires_grad
 
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
-        """Make the weights whose Weight.key is in `trained` trainable, with all experts in one
-        tensor with them, and freeze all other weights. Keys of buffers, such as a router's bias,
-        have no effect, nor has dtype."""
+        """Make the weights with the keys `trained` (Weight.key) trainable, and freeze all others.
+        Experts that are in one tensor become trainable together. A key of a buffer, such as a
+        router's bias, has no effect, nor has dtype."""
         self.models.requires_grad_(False)
         for key, view in own_parameters(self.models).items():
             parameter = stacked(view)
@@ -107,21 +110,21 @@ class MegatronHost:
                 parameter.requires_grad_(True)
 
     def read(self, keys: Collection[str]) -> NamedTensors:
-        """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these Weight.keys,
-        on global rank 0 only. A tied head is left out. All ranks must iterate to the end.
-        Collective: see iter_hf_tensors()."""
+        """Yield (Hugging Face name, whole tensor on the CPU) of the weights with these keys
+        (Weight.key), on global rank 0 only. A tied head is left out. All ranks must iterate to the
+        end. Collective: see iter_hf_tensors()."""
         return iter_hf_tensors(self.models, keys)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill this rank's shards of the weights with these Weight.keys, in place. source: a
-        TensorSource, which gives shapes and tensors by Hugging Face name. Raises ValueError for
-        another shape. All ranks must call it."""
+        """Fill this rank's shards of the weights with these keys (Weight.key), in place. source: a
+        TensorSource, which gives shapes and tensors by Hugging Face name. ValueError for a shape
+        that does not fit. All ranks must call it."""
         fill(self.models, source, keys)
 
 
 class _Fields(SimpleNamespace):
-    """The fields of a transformers config under McaModelConfig's names, as the rows of the family
-    table read them."""
+    """The fields of a transformers config under the names of McaModelConfig's fields, because the
+    family table (which maps weight names) reads them so."""
 
     mtp_num_layers = None
     moe_layer_freq = None
@@ -136,9 +139,9 @@ class _Fields(SimpleNamespace):
 
 
 class TorchHost:
-    """Access to the weights of a transformers model by module names. linears: its linear layers and
-    embeddings by name. fields: its config as McaModelConfig's fields; {} for a model type that is
-    not in FAMILIES."""
+    """Access to the weights of a transformers model by module names. linears: {name: linear layer
+    or embedding}. fields: the model's config with the field names of McaModelConfig; {} for a model
+    type that is not in FAMILIES."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -167,13 +170,14 @@ class TorchHost:
                 yield Weight(name, (name,), is_tied=is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """Yield (name of its module, tensor, True if trainable) for each parameter."""
+        """Yield (name of the module that has it, tensor, True if it is trained) for each
+        parameter."""
         for name, parameter in self.model.named_parameters():
             yield module_of(name), parameter, parameter.requires_grad
 
     def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
-        """Freeze the weights and cast them to `dtype`, except that weights of modules in `trained`
-        become trainable float32. Buffers stay."""
+        """Make the weights of the modules named in `trained` trainable, in float32; freeze all
+        others and cast them to `dtype`. Buffers stay as they are."""
         # buffers are not cast, so that rotary frequencies stay exact
         for name, parameter in self.model.named_parameters():
             is_trained = module_of(name) in trained
@@ -181,15 +185,15 @@ class TorchHost:
             parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
 
     def read(self, keys: Collection[str]) -> NamedTensors:
-        """Yield (name, copy on the CPU) of the parameters in the modules named `keys`, on global
-        rank 0 only."""
+        """Yield (name, copy on the CPU) of the parameters in the modules named in `keys`, on global
+        rank 0; nothing on other ranks."""
         for name, parameter in self.model.named_parameters():
             if parallel.is_main() and module_of(name) in keys:
                 yield name, parameter.detach().to("cpu", copy=True)
 
     def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
-        """Fill the parameters in the modules named `keys`, in place. source(name, shape): returns a
-        parameter's values."""
+        """Fill the parameters in the modules named in `keys`, in place. source: a function of
+        (parameter's name, shape) that returns the values as a tensor."""
         for name, parameter in self.model.named_parameters():
             if module_of(name) in keys:
                 parameter.detach().copy_(source(name, tuple(parameter.shape)))

@@ -20,9 +20,9 @@ from .tables import INPUTS, function_of, is_of_inputs
 
 
 class InputWork(NamedTuple):
-    """FLOPs of the input modules (such as a vision tower). of_unit: per unit of input (an image
-    patch). of_square: per square of the number of units that attend to each other, such as those
-    of an image. of_frame: per frame of an audio's spectrum."""
+    """FLOPs of the modules for inputs other than text (such as a vision tower). of_unit: per unit
+    of input (an image patch). of_square: to be multiplied by n squared for n units that attend to
+    each other, such as the patches of an image. of_frame: per frame of an audio's spectrum."""
 
     of_unit: float
     of_square: float
@@ -58,8 +58,9 @@ class Media:
         return {}
 
     def folders(self, files: Iterable[str]) -> dict[str, Any]:
-        """{name: paths}: the folder, and the dataset's files, to which relative image paths in
-        records refer, for the token cache's key. files: the dataset's files. Base class: {}."""
+        """Paths that decide which files the relative image paths in records mean, as {name: paths}:
+        a folder, and the dataset's files. They become part of the token cache's key. files: the
+        dataset's files. Base class: {}."""
         return {}
 
     def check_mark(self, mark: str, where: str) -> None:
@@ -70,9 +71,10 @@ class Media:
     # -- of a record
 
     def of_columns(self, record: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
-        """The inputs' values in a record's columns; in this class those of images: from `images`
-        (LLaMA-Factory), otherwise from `image` (TRL) if that value's type is in `kinds`. [] if
-        there are none. columns: dataset_info.json's names of columns -> the names in the files."""
+        """The values of inputs (such as image paths) in a record's columns; [] if there are none.
+        This class looks for images: in `images` (LLaMA-Factory), otherwise in `image` (TRL) if that
+        value's type is in `kinds`. columns: {name of a column in dataset_info.json: name in the
+        files}."""
         found = record.get(columns.get("images", "images")) or []
         alone = record.get("image")
         if not found and isinstance(alone, self.kinds):
@@ -80,8 +82,9 @@ class Media:
         return as_list(found)
 
     def values_of(self, record: dict[str, Any], columns: dict[str, Any], where: str) -> list[Any]:
-        """The inputs' values in a record's columns, as of_columns() returns them. ValueError,
-        naming `where`, if an `unread` column has a value."""
+        """The values of inputs in a record's columns, as of_columns() returns them. ValueError,
+        naming the record by `where`, if a column in `unread` (inputs that this class does not read)
+        has a value."""
         for column in self.unread:
             expect(
                 not record.get(columns.get(column, column)),
@@ -92,14 +95,15 @@ class Media:
     def take(
         self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
     ) -> tuple[Any, ...]:
-        """Replace each input in `messages` by its text (`block` for an image), in place -> the
-        inputs, in order.
+        """Replace each input in `messages`, such as an image, by its text (`block` for an image),
+        in place -> the inputs, in order. `where` names the record in errors.
 
-        An input is a message block, or a mark in a message's text. If it has no value of its own,
-        it takes the next value in of_columns. may_lead: if there are no marks or blocks, put the
-        inputs before the first question, as TRL does. Raises ValueError if values and places for
-        them differ in number. This base class takes marks as text, returns (), and raises
-        ValueError if there is a value or a message block."""
+        An input is a message block, or a mark such as "<image>" in a message's text. If it has no
+        value of its own, it takes the next value in of_columns. may_lead: without marks and blocks,
+        the inputs are put before the first question, as TRL does. Raises ValueError if values and
+        places for them differ in number. This base class takes marks as text, returns (), and
+        raises ValueError if there is a value or a message block.
+        """
         of_blocks = [message.pop("media", None) for message in messages]
         reason = "the model reads text: its config.json has no vision_config with "
         reason += "vision_start_token_id, image_token_id, vision_end_token_id"
@@ -113,10 +117,11 @@ class Media:
         return ()
 
     def of_tokens(self, ids: np.ndarray, values: list[Any], where: str) -> tuple[Any, ...]:
-        """The inputs of a record that is given as token ids, with their sizes. ids: its tokens,
-        with every placeholder. values: the inputs in its columns. Raises ValueError for an unusable
-        input, or if the number of placeholders in `ids` is not the number of features. Base class:
-        ValueError for any input, otherwise ()."""
+        """Read the inputs, such as images, of a record that is given as token ids -> the inputs,
+        with their sizes. ids: the record's tokens, with one placeholder per feature of an input.
+        values: the inputs in its columns. Raises ValueError, naming `where`, for an unusable input,
+        or if `ids` has another number of placeholders. Base class: ValueError for any input,
+        otherwise ()."""
         return self.take([], values, False, where)
 
     # -- of a document
@@ -125,22 +130,24 @@ class Media:
         self, template: str, render: Callable[..., Any], messages: list[dict[str, Any]]
     ) -> None:
         """Raise ValueError if the chat template writes an image in another form than `block`, or
-        changes the rest of its message. render: (messages) -> text. Base class: nothing is
-        checked."""
-
-    def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
-        """Raise ValueError if the rendered conversation lacks an input of its messages. Base class:
+        changes the rest of its message. template: its text. render(messages): applies it, and
+        returns a conversation as text. messages: those of a conversation with inputs. Base class:
         nothing is checked."""
 
+    def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
+        """Raise ValueError if a conversation that the chat template has written as text lacks an
+        input, such as an image, of its messages. Base class: nothing is checked."""
+
     def placed(self, text: str, inputs: Sequence[Any], where: str) -> tuple[Any, ...]:
-        """The inputs whose text (`block` for an image) stands in `text`, with their sizes. `text`
-        may be the beginning of a conversation and then holds only the first of its inputs. Raises
-        ValueError for an unusable input, or a placeholder token without one. Base class: ()."""
+        """Find the inputs, such as images, that stand in `text` by their own text (`block` for an
+        image) -> these inputs, with their sizes. inputs: those of the whole conversation; `text`
+        may be its beginning, with only the first of them. Raises ValueError, naming `where`, for an
+        unusable input, or a placeholder token without one. Base class: ()."""
         return ()
 
     def expand(self, document: np.ndarray, inputs: Sequence[Any]) -> np.ndarray:
-        """The document's tokens with the inputs' placeholders repeated, so that there is one token
-        per feature of an input. Base class: the document unchanged."""
+        """Repeat the placeholder tokens in a document, so that there is one token per feature of an
+        input, such as an image -> the longer document. Base class: the document unchanged."""
         return document
 
     def fit(
@@ -151,8 +158,8 @@ class Media:
         return slice(start, stop), [*inputs]
 
     def lost(self, units: str, cutoff_len: int) -> str:
-        """A note for the report that samples lost inputs when they were cut to cutoff_len. units:
-        the samples' name, such as "pairs". Base class: ""."""
+        """A note for the report: cutting samples to cutoff_len removed some of their inputs, such
+        as images. units: the samples' name, such as "pairs". Base class: ""."""
         return ""
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -163,9 +170,9 @@ class Media:
     def prompt(
         self, ids: list[int], inputs: Sequence[Any], where: str
     ) -> tuple[list[int], dict[str, Any]]:
-        """A prompt's inputs made ready for generation -> (tokens with every placeholder, the
-        inputs' columns). ids: the tokenised prompt, whose placeholders are not yet repeated per
-        feature. Base class: (ids, {})."""
+        """Prepare a prompt with inputs, such as images, for generation -> (its tokens, with one
+        placeholder per feature of an input; the inputs' columns, such as pixels). ids: the
+        tokenised prompt, whose placeholders are not yet repeated. Base class: (ids, {})."""
         return ids, {}
 
     # -- in a shard of the token cache
@@ -232,15 +239,16 @@ class Inputs:
     def embed(
         self, model: Any, hidden: Any, shared: dict[str, Any], **columns: Any
     ) -> tuple[Any, list[Any], Callable[..., Any] | None]:
-        """Replace placeholder embeddings by the features of a micro-batch's inputs -> (hidden,
-        features, change).
+        """Replace the embeddings of placeholder tokens by the features of a micro-batch's inputs,
+        such as images -> (hidden, features, change). hidden: on the first pipeline stage the token
+        embeddings.
 
         features: tensors to add to the outputs of the first decoder layers, one per layer; [] if
-        there are none. change(embeddings, slots): replaces embeddings of the tokens ahead, for
-        multi-token prediction, by the features whose indices are in slots (-1: none); None if this
-        rank computed no features. columns: the micro-batch's input columns. shared: keyword
-        arguments for the layers; entries are added in place. This base class raises ValueError,
-        because a text model takes no such columns.
+        there are none. change(embeddings, slots): for multi-token prediction, replaces embeddings
+        of the tokens ahead by the features whose indices are in slots (-1: none); None if this rank
+        computed no features. columns: the micro-batch's input columns. shared: keyword arguments
+        for the layers; entries are added in place. This base class raises ValueError, because a
+        text model takes no such columns.
         """
         raise ValueError(
             f"expected text alone, got {', '.join(columns)}: set model_name_or_path to one that "
@@ -248,9 +256,9 @@ class Inputs:
         )
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """An arranged batch (from batch.pack or split) with the columns of inputs that this rank
-        needs. Raises ValueError for inputs that the model does not take. Base class: the batch
-        unchanged, ValueError for any input."""
+        """A micro-batch with the columns of inputs, such as pixels, that this rank needs. batch: an
+        arranged one (from batch.pack or split). Raises ValueError for inputs that the model does
+        not take. Base class: the batch unchanged, ValueError for any input."""
         columns = [name for name in batch if is_of_inputs(name)]
         expect(
             not columns,
@@ -268,9 +276,10 @@ class Inputs:
     def for_transformers(
         self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
-        """(keyword arguments, position_ids) for a transformers model's forward pass. inputs: the
-        batch's columns for the model, which may be changed in place. positions: the position ids
-        of text alone. The base class returns both unchanged. is_padding: bool, True for padding."""
+        """Prepare the forward pass of a transformers model -> (keyword arguments, position_ids).
+        inputs: the columns of `batch` that the model takes; may be changed in place. positions: the
+        position ids of text alone. is_padding: bool, True for padding. Base class: (inputs,
+        positions), unchanged."""
         return inputs, positions
 
     def parameters_of(self, model: Any) -> list[list[Any]]:
@@ -279,18 +288,18 @@ class Inputs:
         return []
 
     def unused(self, model: Any, columns: Any) -> Any:
-        """A zero to add to the loss. It gives a gradient of 0 to the input modules that a forward
-        pass with these columns does not use, so that they have gradients on ranks without such
-        inputs too. Base class: 0.0."""
+        """A zero to add to the loss, so that input modules (such as a vision tower) have gradients
+        on ranks without such inputs too: modules that a forward pass with these columns does not
+        use get a gradient of 0. Base class: 0.0."""
         return 0.0
 
     # -- on both
 
     def rests(self, micro_batches: Any) -> set[int]:
-        """The kinds of input, as indices in ckpt_megatron.STEPS, that none of the micro-batches
-        has, on any rank. The optimizer skips their modules in a step without them; otherwise it
-        would decay weights and moments without a gradient. Called only if input modules are
-        trained, and then collective. Base class: none."""
+        """Find the kinds of input (images, audio) that no micro-batch of a step has, on any rank ->
+        their indices in ckpt_megatron.STEPS. The optimizer skips the modules of these kinds in this
+        step; otherwise it would decay their weights and moments without a gradient. Called only if
+        input modules are trained, and then collective. Base class: an empty set."""
         return set()
 
     def work(self, model: Any) -> InputWork | None:

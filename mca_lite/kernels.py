@@ -54,8 +54,8 @@ def switch(torch_compile: bool | None) -> None:
 
 
 def why_no_kernels() -> str | None:
-    """Reason why a Triton kernel cannot be compiled and run here, such as the first line of the
-    error; None if it can. Triton, a C compiler or part_triton.py may be missing."""
+    """Say why Triton kernels cannot be compiled and run here, such as the first line of an error;
+    None if they can. Triton, a C compiler or part_triton.py (the kernels) may be missing."""
     if triton is None:
         return "Triton cannot be imported"
     if fused() is None:
@@ -69,14 +69,15 @@ def fused() -> Any:
 
 
 def why_no_torch_compile() -> str | None:
-    """First line of torch.compile's error, or a text if it gives wrong numbers; None if it works
-    here. It needs a Python version that it supports and folders that it can write."""
+    """Say why torch.compile does not work here: the first line of its error, or a text if it gives
+    wrong numbers; None if it works. It may fail, for example, for this Python version, or for want
+    of a folder that it can write."""
     return _failure(lambda one: torch.compile(F.silu)(one))
 
 
 def _failure(silu: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """First line of the error if `silu` fails on a GPU, or a text if it gives wrong numbers; None
-    if it works."""
+    """Try a compiled silu on one number on the GPU -> the first line of the error if it fails, or a
+    text if its result is wrong; None if it works. silu: the function to try."""
     try:
         one = torch.ones(1, device="cuda")
         is_right = torch.allclose(silu(one), F.silu(one), atol=1e-3)
@@ -96,9 +97,10 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def works(why_not: Callable[[], str | None], warning: str) -> bool:
-    """True if why_not() returns None, so that a compiler, or a package with kernels, works;
-    otherwise False, and the text `warning` is given as a warning, with the reason in it. Cached:
-    why_not() is called once, and there is one warning."""
+    """True if something optional, such as a compiler or a package with kernels, works here;
+    otherwise False, with a warning. why_not: returns the reason why it does not work, or None.
+    warning: text with {} for the reason. Cached: for the same arguments why_not() is called once,
+    and there is one warning."""
     reason = why_not()
     if reason is not None:
         warnings.warn(warning.format(reason), stacklevel=2)
@@ -113,16 +115,18 @@ def compiles(tensor: torch.Tensor) -> bool:
 
 
 def _compile_both_passes(graph: Any, inputs: Any) -> Any:
-    """torch.compile's default backend, except that the backward pass is compiled now, not when it
-    first runs: then `compiled` can still fall back if compiling fails."""
+    """A backend for torch.compile: its default one, but it compiles the backward pass together with
+    the forward pass, not when backward first runs. So `compiled` notices an error in time to fall
+    back. graph, inputs: as torch.compile passes them."""
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         return torch._inductor.compile(graph, inputs)
 
 
 def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
-    """Decorate a function of tensors and constants to run under torch.compile if its first argument
-    is on a GPU, compilation is on, and both Triton kernels and torch.compile work. If this function
-    fails to compile, it runs uncompiled from then on, with a warning. dynamic: torch.compile's."""
+    """Decorate a function of tensors and constants, so that it runs under torch.compile. It runs
+    uncompiled if its first argument is not on a GPU, if compilation is off, or if Triton kernels or
+    torch.compile do not work here. If compiling it fails, it runs uncompiled from then on, with a
+    warning. dynamic: as for torch.compile."""
     fast = None
 
     @functools.wraps(function)
@@ -152,7 +156,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel's programs over a grid; do nothing for an empty grid."""
+    """Run a Triton kernel once for each point of a grid; nothing runs if a size in the grid is 0.
+    grid: the numbers of programs. arguments: the kernel's. constants: its compile-time constants
+    and launch options, by name."""
     if all(grid):
         kernel[grid](*arguments, **constants)
 
@@ -183,8 +189,9 @@ def rms_norm(
 def norm_beside(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x), x). If x is also used elsewhere, as the residual, use the second result there:
-    if kernels are compiled, the norm's backward kernel then also adds the residual's gradient."""
+    """Normalise x, which is also used elsewhere as the residual -> (rms_norm(x), x). Use the second
+    result as the residual: if compiles(x), the norm's backward kernel then also adds the residual's
+    gradient. Arguments: see rms_norm()."""
     if compiles(x):
         return fused().Norm.apply(x, weight, eps, zero_centered, True)
     return rms_norm(x, weight, eps, zero_centered), x
@@ -249,9 +256,10 @@ def rotated_heads(
     sin: torch.Tensor,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """split_heads, then rms_norm of queries and keys, then rotate -> (query, key, value), in one
-    Triton kernel if these run here and d is even. norms: (query weight, key weight, eps,
-    zero_centered); None: no norms. Other arguments: see split_heads() and rotate()."""
+    """Split the result of a q, k, v projection, apply RMS norm to queries and keys, and rotate
+    these -> (query, key, value). One Triton kernel does all of it if compiles(mixed) and d is even.
+    norms: (query weight, key weight, eps, zero_centered); None: no norms. Other arguments: see
+    split_heads() and rotate()."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
         tensors = mixed, bias, of_query, of_key, cos, sin
@@ -294,10 +302,12 @@ def weighted_clamped_swiglu(
     biases: torch.Tensor,
     experts: torch.Tensor,
 ) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate) * weights -> [T, f], the activation of gpt_oss's
-    experts, in the dtype of `both`. both: [T, 2 f], gate before up; first the biases [n, 2 f] of
-    each row's expert are added. experts: int64 [T]. weights: [T]. Then gate is clamped to at most
-    limit, and up to [-limit, limit]."""
+    """The activation of gpt_oss's experts: (up + 1) * gate * sigmoid(1.702 gate) * weights -> [T,
+    f], in the dtype of `both`. Before, each row gets its expert's bias; then gate is clamped to at
+    most limit, and up to [-limit, limit].
+
+    both: [T, 2 f], gate before up. weights: [T]. biases: [n, 2 f] for n experts. experts: int64
+    [T], the expert of each row."""
     # in bf16 each of these sums and products would be rounded
     gate, up = (both.float() + biases[experts]).chunk(2, -1)
     gate = gate.clamp(max=limit)
@@ -380,8 +390,8 @@ class AdamW(torch.optim.Optimizer):
             self._update(group, p, grad, factor)
 
     def take_back(self) -> None:
-        """Lower the step counts by 1, to undo the last step(), whose factor was NaN: it changed
-        nothing else."""
+        """Undo the last step(), whose factor was NaN: lower the step counts by 1. Such a step
+        changed nothing else."""
         for _, p, _ in self._gradients():
             self.state[p]["step"] -= 1
 
@@ -420,8 +430,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def fill(self, p: torch.Tensor, values: dict[str, Any]) -> None:
-        """Set a parameter's state from `values`: "step", the moments, and optionally "master",
-        which also sets the weight."""
+        """Set a parameter's optimizer state. values: "step", the moments by name, and optionally
+        "master", the float32 weight; it also sets the weight itself."""
         state = self.state_of(p)
         state["step"] = torch.tensor(float(values["step"]))
         for name in self.dtypes_of(p):

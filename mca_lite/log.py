@@ -70,10 +70,10 @@ class Throughput:
     """Times the steps between two log lines and turns their token counts into rates.
 
     Counts are of whole steps, over all ranks. world_size: number of devices; peak_flops: FLOP/s of
-    one device, None if unknown. Nothing here waits for the GPU: work still queued at stop() is
-    counted in a later step, or not at all if it ends before that begins. It is little if the loop
-    reads a value (loss, gradient norm) in each step.
-    """
+    one device, None if unknown. clock: returns the time in seconds. Nothing here waits for the GPU.
+    Work that is still queued there at stop() is timed in a later step, or not at all if the GPU
+    ends it before the next start(). This error is small if the loop reads a value
+    (loss, gradient norm) in each step."""
 
     def __init__(
         self,
@@ -104,8 +104,9 @@ class Throughput:
         self._started = self._clock()
 
     def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
-        """Mark the end of a step. tokens: without padding; positions: with padding; model_flops:
-        FLOPs of the step over all ranks (0: not counted)."""
+        """Mark the end of a step, and count it. tokens: its number of tokens without padding, over
+        all ranks. positions: the number including padding. model_flops: its FLOPs over all ranks
+        (0: not counted)."""
         self._time_s += self._clock() - self._started
         self._steps += 1
         self._tokens += tokens
@@ -140,9 +141,10 @@ class Throughput:
 class ModelSizes(NamedTuple):
     """The sizes of a model that decide the cost of a token, from a config of either backend.
     weights: number of weights that a token is multiplied with. core: half the query and value
-    channels, summed over heads and layers of softmax attention. mlp_weights: per layer, on average;
-    of experts those that a token uses. linear: multiplications per token in linear attention,
-    besides weights."""
+    channels, summed over heads and layers of softmax attention; times a document's squared length,
+    this gives attention's multiplications. mlp_weights: weights in MLPs that a token is multiplied
+    with, per layer on average. linear: multiplications per token in linear attention, without those
+    with weights."""
 
     weights: float
     core: float
@@ -153,14 +155,14 @@ class ModelSizes(NamedTuple):
     linear: float = 0.0
 
     def cost(self, tokens: Any, squares: Any) -> Any:
-        """Multiplications in a forward pass over documents with `tokens` tokens in all, and
-        `squares`, the sum of their squared lengths. Numbers or arrays."""
+        """Count the multiplications in a forward pass over documents. tokens: the number of their
+        tokens. squares: the sum of their squared lengths. Both are numbers or arrays."""
         return (self.weights + self.linear) * tokens + self.core * squares
 
     def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
-        """Sizes for several forward passes, to count FLOPs: weights, core and linear are multiplied
-        by `count`, the number of passes; those of `others`, another model that runs too, are added.
-        """
+        """The sizes of `count` forward passes taken together, to count FLOPs: weights, core and
+        linear times `count`. others: the sizes of another model that runs too, which are added to
+        these three; None: no other model."""
         sums = {name: count * getattr(self, name) for name in ("weights", "core", "linear")}
         if others is not None:
             sums = {name: size + getattr(others, name) for name, size in sums.items()}
@@ -169,12 +171,12 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The model's sizes on which a step's FLOPs depend; the formulas are at the top of this file.
-    frozen, trained: numbers of weights that a token is multiplied with. core, linear: sizes of
-    softmax and of linear attention, counted as ModelSizes says. below, core_below, linear_below:
-    weights, core and linear of layers counted without a backward pass, which the other fields leave
-    out. reference: sizes for extra forward passes. inputs: FLOPs of the towers for pictures and
-    audio."""
+    """The numbers from which flops() computes the FLOPs of a step; the formulas are at the top of
+    this file. frozen, trained: numbers of weights that a token is multiplied with. core, linear:
+    sizes of softmax attention and of linear attention, see ModelSizes. below, core_below,
+    linear_below: weights, core and linear of layers without a backward pass; the other fields do
+    not include them. reference: sizes for extra forward passes; None: none. inputs: FLOPs of the
+    towers for pictures and audio; None: no towers."""
 
     frozen: float = 0.0
     trained: float = 0.0
@@ -194,9 +196,9 @@ class ModelWork:
         unit_squares: float = 0.0,
         frames: float = 0.0,
     ) -> float:
-        """FLOPs of a step. tokens: number of tokens without padding. squares: sum of squared
-        document lengths. units, unit_squares: number of image patches, and the sum over images and
-        video frames of their squared number. frames: number of frames of audio."""
+        """FLOPs of one step. tokens: number of tokens without padding. squares: sum of squared
+        document lengths. units: number of image patches. unit_squares: the squared number of
+        patches of each image or video frame, summed. frames: number of frames of audio."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
@@ -212,11 +214,13 @@ class ModelWork:
 def model_work(
     model: Any, reference: Any = None, forward_passes: tuple[float, float] = (0, 1)
 ) -> ModelWork:
-    """The ModelWork of a model that is trained; all zeros if its sizes are unknown.
+    """The ModelWork (numbers to compute a step's FLOPs from) of a model that is trained; all zeros
+    if its sizes are unknown.
 
-    model: VirtualModels or a transformers model. reference: a second model that only runs forward
-    on each batch, or `model` if the reference is the model without its adapters. forward_passes:
-    extra forward passes of the model and of the reference over a step's tokens."""
+    model: VirtualModels (megatron's model chunks) or a transformers model. reference: a second
+    model that only runs forward on each batch, or `model` itself if the reference is the model
+    without its adapters; None: no reference. forward_passes: numbers of extra forward passes over a
+    step's tokens, by the model and by the reference."""
     config = getattr(model, "config", None)
     sizes = model_sizes(config)
     if sizes is None:
@@ -244,10 +248,10 @@ def model_work(
 
 
 def partial_work(config: Any, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
-    """The ModelWork of a model in which only some modules are trained. config: any that model_sizes
-    knows. trained: Hugging Face names of the trained modules. reference: sizes for forward passes
-    without a backward pass, or None. Layers below the lowest trained one count without a backward
-    pass."""
+    """The ModelWork (numbers to compute a step's FLOPs from) of a model in which only some modules
+    are trained. Layers below the lowest trained one count without a backward pass. config: a config
+    that model_sizes() knows. trained: Hugging Face names of the trained modules. reference: sizes
+    for extra forward passes; None: none."""
     sizes = model_sizes(config)
     lowest = lowest_layer(trained, sizes.num_layers)
     linear = _fields_of(config).get("linear_layers") or ()
@@ -271,8 +275,8 @@ def _is_embedding(module: str) -> bool:
 
 
 def model_sizes(config: Any) -> ModelSizes | None:
-    """The sizes in a McaModelConfig or a transformers config; None for another object, such as
-    None, and for a family that is not in FAMILIES."""
+    """Read the sizes of a model from its config, a McaModelConfig or a transformers config. None if
+    it is another object, or if the model's family is not in FAMILIES."""
     fields = _fields_of(config)
     if not fields:
         return None
@@ -300,9 +304,9 @@ def model_sizes(config: Any) -> ModelSizes | None:
 
 
 def _more_of_full_layers(fields: dict[str, Any]) -> int:
-    """Channels of queries and values that full-attention layers have in addition, because their
-    heads are wider than in sliding-window layers; summed over heads and layers. 0 if all heads have
-    one width."""
+    """Query and value channels that layers with full attention have beyond those of sliding-window
+    layers, because their heads are wider; summed over heads and layers. 0 if all heads have one
+    width. fields: values of McaModelConfig's fields."""
     if not fields.get("full_kv_channels"):
         return 0
     full = fields["num_layers"] - len(fields["sliding_layers"])
@@ -311,9 +315,10 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
 
 
 def _linear_products(fields: dict[str, Any]) -> int:
-    """Number of multiplications per token in a linear attention layer, besides those with its
-    weight matrices: in the convolution, and 3 k v per value head, because each number of a head's
-    state [k, v] is multiplied three times. fields: McaModelConfig's fields."""
+    """Number of multiplications per token in a linear attention layer, without those with its
+    weight matrices. They are those in the convolution, and 3 k v for each value head: a head's
+    state is a matrix [k, v], and each of its numbers is multiplied three times. fields: values of
+    McaModelConfig's fields."""
     k = fields["linear_key_head_dim"]
     of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     channels = 2 * fields["linear_num_key_heads"] * k + of_values
@@ -321,17 +326,19 @@ def _linear_products(fields: dict[str, Any]) -> int:
 
 
 def _fields_of(config: Any) -> dict[str, Any]:
-    """{McaModelConfig's field: value}, from such a config, or as far as its family gives them from
-    a transformers config; empty if there is none, or the family is unknown."""
+    """A model's config as {McaModelConfig's field: value}. config: a McaModelConfig, or a
+    transformers config, which gives the fields that its model family knows. {} for another object,
+    and for an unknown family."""
     if hasattr(config, "hf_model_type"):
         return vars(config)
     return values_of(config) if hasattr(config, "model_type") else {}
 
 
 def _matrices_of(config: Any) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """{Hugging Face module: (how often a token is multiplied with its matrix, shape)} for the
-    matrices of the text model. A token uses a share of the experts, the head once more per token
-    predicted ahead, and the embedding not at all."""
+    """The matrices of a text model, to count multiplications: {Hugging Face module: (uses, shape)}.
+    uses: how often a token is multiplied with the matrix, mostly 1. For an expert it is the share
+    of the experts that a token uses, for the embedding 0, and for the head one more per token
+    predicted ahead."""
     fields = _fields_of(config)
     ahead = fields.get("mtp_num_layers") or 0
     hf_config = fields.get("hf_config") or config.to_dict()
@@ -354,8 +361,9 @@ def _matrices_of(config: Any) -> dict[str, tuple[float, tuple[int, ...]]]:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """A device's dense bf16 and fp16 peak in FLOP/s, by its name from torch.cuda.get_device_name();
-    None if unknown, because no MFU is better than a wrong one."""
+    """The dense peak of a device in bf16 and fp16, in FLOP/s. device_name: its name, from
+    torch.cuda.get_device_name(). None if the peak is unknown, because no MFU is better than a wrong
+    one."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     for name, flops in _PEAK_FLOPS:
         if words.issuperset(name.split()):
@@ -395,11 +403,12 @@ def format_summary(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None = None) -> str:
-    """A progress line for one log record, `logs`: step and max_steps, the metrics of PROGRESS in
-    this order, other keys that METRICS does not have, and eta_s, the remaining seconds.
+    """A progress line for one log record, `logs`. It has the step and max_steps, the metrics of
+    PROGRESS in this order, then keys that METRICS does not have, and eta_s, the remaining seconds,
+    if given.
 
-    Leaves out those of PROGRESS that are NaN or below their `least`, other keys with the value 0,
-    and lags without slowest_rank."""
+    A metric that is NaN, or smaller than its field `least`, is left out. So are other keys with the
+    value 0, and the lags of ranks if `logs` has no slowest_rank."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs
@@ -414,8 +423,8 @@ def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None
 
 
 class Pictures(TrainerCallback):
-    """A callback that has a run's curves drawn while it trains: Pictures(tool_page.draw) sets
-    `draw` of the trainer's Report."""
+    """A callback that has a run's curves drawn while it trains: it makes `draw` the drawing
+    function of the trainer's Report. draw: for example tool_page.draw."""
 
     def __init__(self, draw: Callable[..., None]) -> None:
         self.draw = draw
@@ -518,9 +527,9 @@ class Report(TrainerCallback):
         self.log(logs)
 
     def log(self, logs: Mapping[str, Any]) -> None:
-        """Write one record on the main rank: to the progress output, and while a run trains to the
-        trackers, and unrounded to trainer_log.jsonl. `logs` has "step"; values may be tensors or
-        numpy arrays of one element. Only numbers are shown and tracked."""
+        """Show one record as progress, on the main rank. While a run trains, the record also goes
+        to the trackers, and unrounded to trainer_log.jsonl. logs: {name: value} with "step"; values
+        may be tensors or numpy arrays of one element. Only numbers are shown and tracked."""
         if not self.is_main:
             return
         logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
@@ -583,7 +592,8 @@ class Report(TrainerCallback):
 
 def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
     """The sections of the start summary, {section: {name: value}}: model, layout, steps, automatic
-    choices, and those in trainer.extra_summary. plan: the trainer's BatchPlan."""
+    choices, and those in trainer.extra_summary. plan: the trainer's BatchPlan
+    (which samples each step takes)."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
@@ -631,7 +641,7 @@ def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
 
 def steps_summary(trainer: Any, plan: Any) -> dict[str, Any]:
     """Lines of the start summary, {name: value}: batch size, steps, learning rate and first step.
-    plan: the trainer's BatchPlan."""
+    plan: the trainer's BatchPlan (which samples each step takes)."""
     args = trainer.args
     state = trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
@@ -650,8 +660,9 @@ def steps_summary(trainer: Any, plan: Any) -> dict[str, Any]:
 
 
 def connections(args: Keys, device: str) -> str | None:
-    """A warning if CUDA_DEVICE_MAX_CONNECTIONS is not 1 with tensor parallelism on a GPU; else
-    None."""
+    """A warning for the start summary if the environment variable CUDA_DEVICE_MAX_CONNECTIONS is
+    not 1 with tensor parallelism on a GPU; otherwise None. device: the device's type, such as
+    "cpu"."""
     is_parallel = device != "cpu" and args.tensor_model_parallel_size > 1
     if is_parallel and os.environ.get(_CONNECTIONS) != "1":
         return "not 1: with 1, communication starts before the matmuls that it overlaps with"
@@ -659,8 +670,9 @@ def connections(args: Keys, device: str) -> str | None:
 
 
 def _expert_layout(backend: Any) -> str | None:
-    """Expert parallelism as text, "4 x 1 (2 of 8 experts a rank)": expert-parallel x
-    expert-tensor-parallel size. None without experts, and on plain torch."""
+    """The spread of experts over ranks, as text for the start summary, such as "4 x 1
+    (2 of 8 experts a rank)": expert-parallel size x expert-tensor-parallel size. None for a model
+    without experts, and on plain torch. backend: the run's backend."""
     if backend.name != "megatron" or not backend.config.num_moe_experts:
         return None
     config = backend.config
@@ -671,8 +683,9 @@ def _expert_layout(backend: Any) -> str | None:
 
 
 def balance_summary(backend: Any, args: Keys) -> str | None:
-    """The MoE routers' load-balancing loss as text, with the key that set its coefficient; "none"
-    if it is off, None if no router is measured, as in a dense model."""
+    """The load-balancing loss of the MoE routers as text for the start summary, with its
+    coefficient and the key that set this. "none" if the loss is off; None if no routers are
+    counted, as in a dense model."""
     if backend.statistics_of_routers is None:
         return None
     losses = backend.losses_of_routers

@@ -32,11 +32,12 @@ def format_rate(per_second: float) -> str:
 
 
 class Metric(NamedTuple):
-    """A value of the log, and its display: its key in the log, its name and format for a reader.
+    """One value of the log, and its display. key: its key in the log. name, form: its name for a
+    reader, and a function that formats it.
 
-    chart: the title of its chart on the page; None: no chart. figure: picks the value that stands
-    for a whole run, on the page and in `watch`. least: the smallest value that the progress line
-    shows."""
+    chart: the title of its chart on the page of runs; None: no chart. figure: computes, from all
+    values of a run, the one that stands for the run, on the page and in `watch`. least: smaller
+    values are not shown in the progress line."""
 
     key: str
     name: str
@@ -125,10 +126,12 @@ _PARTS = [Metric(key, key, "{:.4g}".format, key) for key in ("kd_loss", "sft_los
 
 
 def metric_of(key: str) -> Metric:
-    """The row of METRICS for a key of the log; for an unknown key a new row, whose name and chart
-    are the key without eval_. An evaluation's key (eval_loss, eval_<dataset>_loss) has the row of
-    the key that it ends in, and the loss of a dataset (loss/<dataset>) the chart of the loss.
-    kd_loss, sft_loss and mtp_loss have charts of their own, with their evaluations."""
+    """Find how a value of the log is shown -> its Metric, mostly a row of METRICS. key: in the log.
+    An evaluation's key, such as eval_loss or eval_<dataset>_loss, gets the row for the key in which
+    it ends. kd_loss, sft_loss and mtp_loss have charts of their own, with their evaluations.
+
+    There are new rows for the loss of a dataset (loss/<dataset>), drawn in the chart of the loss,
+    and for an unknown key: its name and chart are the key without eval_."""
     name = key.removeprefix("eval_")
     if name.startswith("loss/"):
         return Metric(name, name, chart=_LOSS)
@@ -155,7 +158,8 @@ def is_count(value: Any) -> bool:
 
 
 def log_line(record: dict[str, Any]) -> dict[str, Any]:
-    """The numbers in a line of trainer_log.jsonl, with its step; {} if it has no valid step."""
+    """Take the numbers, its step among them, from a line of trainer_log.jsonl -> {key: number}; {}
+    if the line has no valid step. record: the line's JSON object."""
     if not is_count(record.get("step")):
         return {}
     return {key: value for key, value in record.items() if is_number(value)}
@@ -164,11 +168,11 @@ def log_line(record: dict[str, Any]) -> dict[str, Any]:
 def read_lines(
     path: PathLike, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> list[dict[str, Any]]:
-    """The records of a .jsonl file that another process may be writing; [] if there is no file.
+    """Read a .jsonl file that another process may still be writing -> its records; [] if there is
+    no file. A line that is not a JSON object, such as an unfinished last line, is skipped.
 
-    convert: turns a line's object into its record, or into an empty one to drop it. A line that is
-    not a JSON object, such as an unfinished last line, is skipped, and so is {}. Raises OSError if
-    the file cannot be read, ValueError for a folder, pipe or device."""
+    convert: turns a line's object into its record; empty records are left out. OSError if the file
+    cannot be read, ValueError for a folder, pipe or device."""
     path = Path(path)
     if not is_there(path):
         return []

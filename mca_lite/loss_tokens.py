@@ -53,10 +53,10 @@ class Head(NamedTuple):
 
     group: the ranks over which the vocabulary is sharded; None: one rank. vocab_size: number of
     token ids. first: the token id of this rank's first column. columns: how many of this rank's
-    columns are token ids; the columns after them are not used. chunk_size: rows of logits in memory
-    at a time. softcap: c in c tanh(logit / c), still to be applied; None: none is. shape: the
-    labels' shape, [b, s], or [s, b] if sequence_first.
-    """
+    columns are token ids; the columns after them are not used. chunk_size: number of tokens whose
+    logits are in memory at a time. softcap: the c of c tanh(logit / c), if that must still be
+    applied to the logits; otherwise None. shape: the labels' shape, [b, s], or [s, b] if
+    sequence_first."""
 
     group: Any  # a ProcessGroup or None
     vocab_size: int
@@ -68,8 +68,9 @@ class Head(NamedTuple):
     sequence_first: bool = False
 
     def place(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Locate global token ids among this rank's columns -> (column of each label, 0 if it is
-        not on this rank; bool, True if it is on this rank)."""
+        """Find token ids among this rank's columns -> (the column of each label, or 0 if this rank
+        has none for it; bool: whether this rank has one). labels: token ids of the whole
+        vocabulary; any other value has no column."""
         column = labels - self.first
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
@@ -87,18 +88,17 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of n labelled tokens, the argument of a loss function. With tensor parallelism
-    each rank has only the columns of the token ids `vocabulary`.
+    """The logits of n labelled tokens, as a loss function gets them. With tensor parallelism each
+    rank has the logits of only a part of the token ids: `vocabulary`.
 
-    product: the output layer's result with its adapter, before head.softcap, [n, V/tp]; on the
-    torch backend the final logits of models that scale or cap them. labels: int64 [n], global
-    token ids. hidden [n, h]: the output layer's input, on megatron-core divided
-    by logits_scaling; the same on all tensor-parallel ranks. weight [V/tp, h]: this rank's rows of
-    the output weight. hidden and weight are for losses that need more than logits; if you multiply
-    hidden by this rank's rows, use spread(hidden), or its gradient is too small. places: int64 [n],
-    the tokens' indices among all labels. batch: the micro-batch as _pre_compute_loss gets it; None
-    in a pass without one.
-    """
+    product: [n, V/tp], the output layer's result with its adapter, before head.softcap; on the
+    torch backend, for models that scale or cap their logits, the final logits. labels: int64 [n],
+    token ids of the whole vocabulary. places: int64 [n], the tokens' indices among all labels.
+    batch: the micro-batch as _pre_compute_loss gets it; None in a pass without one.
+    hidden, weight: for losses that need more than logits. hidden [n, h] is the output layer's
+    input, the same on all tensor-parallel ranks, and on megatron-core divided by logits_scaling.
+    weight [V/tp, h] has this rank's rows of the output weight. If you multiply the two, use
+    spread(hidden) in place of hidden; otherwise its gradient is too small."""
 
     product: torch.Tensor
     labels: torch.Tensor
@@ -114,8 +114,8 @@ class Logits:
         return slice(self.head.first, self.head.first + self.head.columns)
 
     def take(self, column: torch.Tensor) -> torch.Tensor:
-        """The values that a batch column has at these n tokens: [n, ...]. column: [b, s, ...], this
-        rank's shard under context parallelism."""
+        """Pick the values of a batch column for these n tokens: [n, ...]. column: [b, s, ...], with
+        one value per position of this rank's tokens."""
         index = torch.unravel_index(self.places, self.head.shape)
         return column[index[::-1] if self.head.sequence_first else index]
 
@@ -143,9 +143,10 @@ class Logits:
         return reduce_from_tensor_model_parallel_region(whole, group=self.head.group)
 
     def spread(self, whole: torch.Tensor) -> torch.Tensor:
-        """Let this rank's columns use `whole`, a tensor that is the same on all tensor-parallel
-        ranks: its value is unchanged, and its gradient is summed over these ranks. Collective in
-        the backward pass."""
+        """Prepare a tensor that is equal on all tensor-parallel ranks for use with this rank's
+        columns. Its value stays the same; in the backward pass its gradient is summed over these
+        ranks, because each of them has only the part that comes from its columns. Collective in the
+        backward pass."""
         return whole if self.head.group is None else sum_gradients(whole, self.head.group)
 
     def logsumexp(self, values: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,9 +169,10 @@ class Logits:
         return values - self.spread(self.logsumexp(values))[:, None]
 
     def of_tokens(self, tokens: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, k]: the logits of any global token ids [n, k], on each tensor-parallel rank; NaN for
-        ids outside the vocabulary. values: [n, columns] in place of the model's logits. Collective.
-        """
+        """The logits of any token ids, k for each of the n tokens: [n, k], the same on each
+        tensor-parallel rank; NaN for ids outside the vocabulary. tokens: [n, k], ids of the whole
+        vocabulary. values: [n, columns], used in place of the model's logits; None: these.
+        Collective."""
         if values is None:
             values = self.values
         column, here = self.head.place(tokens)
@@ -195,8 +197,8 @@ LossOfLogits = Callable[[Logits], torch.Tensor]
 
 
 def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
-    """The result of a loss function in float32. Raises ValueError if its shape is not [n] or [n, k]
-    for n tokens."""
+    """Convert the losses that a loss function returned to float32. ValueError if their shape is
+    neither [n] nor [n, k], for the n tokens of `logits` and any number k of losses per token."""
     n = len(logits.labels)
     if losses.dim() not in (1, 2) or len(losses) != n:
         raise ValueError(
@@ -230,9 +232,11 @@ def _without_padding(logits: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> torch.Tensor:
-    """float32 [3, rows] for a chunk's logits after a softcap: the largest logit (_LOWEST or more)
-    and the sum of exp(logit - largest), without padding columns, and the logit in column
-    places[row] (0 if that is -1). May change padding columns in place."""
+    """This rank's part of a chunk's cross entropy: float32 [3, rows]. The three are the largest
+    logit (_LOWEST or more), the sum of exp(logit - largest), and the logit of the row's label;
+    padding columns do not count. logits: after a softcap; padding columns may be changed in place.
+    places: the label's column in each row, or -1 if this rank has none for it, which gives 0.
+    columns: number of columns before the padding."""
     if compiles(logits):
         return fused().statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
@@ -243,15 +247,17 @@ def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> tor
 
 
 def scaled(gradient: torch.Tensor, by: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """gradient * by as `dtype`. by: float32 [1] or [rows, 1], so that torch multiplies in float32;
-    it would first round a 0-dimensional tensor to bf16."""
+    """Multiply a gradient by a factor in float32, and return the product as `dtype`. by: float32
+    [1], or [rows, 1] for a factor per row; not 0-dimensional, because torch would first round that
+    to bf16."""
     return torch.mul(gradient, by, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _logits(parts: Any, softcap: float | None) -> torch.Tensor:
-    """A chunk's logits on this rank: the sum of hidden @ weight^T over (hidden, weight) pairs, then
-    the softcap; [rows, V/tp]. In the matmul's dtype; float32 if there are several pairs or a cap.
-    """
+    """Compute one chunk's logits on this rank, [rows, V/tp]: the sum of hidden @ weight^T over
+    `parts`, then the softcap c tanh(z / c), unless it is None. parts: pairs (hidden [rows, size],
+    weight [V/tp, size]). The dtype is that of the matmul, or float32 if there are several pairs or
+    a softcap."""
     (hidden, weight), *more = parts
     logits = hidden @ weight.t()
     if more or softcap is not None:
@@ -264,9 +270,10 @@ def _logits(parts: Any, softcap: float | None) -> torch.Tensor:
 def _losses(
     logits: torch.Tensor, places: torch.Tensor, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cross entropy, logsumexp), float32 [rows], for a chunk's logits after a softcap. places:
-    each label's column on this rank, -1 if it has none here. Collective: an all-gather over
-    head.group, if it has several ranks. May change padding columns of `logits` in place."""
+    """(cross entropy, logsumexp) of each row in a chunk, float32 [rows], over the whole vocabulary.
+    logits: this rank's, after a softcap; padding columns may be changed in place. places: the
+    column of each row's label, or -1 if this rank has none for it. Collective if head.group has
+    several ranks: one all-gather."""
     found = _statistics(logits, places, head.columns)
     top, total, target = found
     ranks = num_ranks(head.group)
@@ -291,9 +298,10 @@ def _logit_gradients(
 ) -> torch.Tensor:
     """The gradient of sum(weights * losses) with respect to a chunk's logits before the softcap:
     softmax minus 1 at the label, times the row's weight (None: 1) and the softcap's slope. It has
-    the dtype of `logits` and their memory where possible. logits: after the softcap; overwritten.
-    places, losses, lse: each label's column on this rank (-1: none here), cross entropy and
-    logsumexp."""
+    the dtype of `logits`, and their memory where possible.
+
+    logits: after the softcap; overwritten. For each row, places is the label's column on this rank
+    (-1 if it has none here), losses the cross entropy and lse the logsumexp."""
     # p - 1 before any rounding: a nearly certain token still has a gradient
     at_label = torch.expm1(-losses)
     if compiles(logits):
@@ -315,8 +323,9 @@ def _logit_gradients(
 
 
 def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
-    """Add left^T @ right to `into`, in place. The sum is kept in into's dtype, float32; on a CPU a
-    16-bit product is rounded to 16 bits before it is added."""
+    """Add a chunk's gradient of a weight, left^T @ right, to the float32 sum `into`, in place.
+    left: [rows, V/tp]. right: [rows, size], with the weight's input size. On a CPU a 16-bit product
+    is rounded to 16 bits before it is added."""
     if left.dtype == into.dtype:
         into.addmm_(left.t(), right)
     elif into.is_cuda and left.itemsize == 2:
@@ -328,9 +337,9 @@ def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
 
 
 class _Gradients:
-    """Gradients of `factors` (hidden, weight, hidden, weight, ...), accumulated over chunks; None
-    for a factor that needs none. Gradients of weights are float32, gradients of hidden states have
-    the states' dtype."""
+    """Gradients of hidden states and output weights, collected chunk by chunk. factors: hidden,
+    weight, hidden, weight, ... `tensors` has a gradient for each of them, in float32 for a weight
+    and in the states' dtype for hidden states; it is None for a factor that needs none."""
 
     def __init__(self, factors: Sequence[torch.Tensor], needed: Sequence[bool]):
         self.tensors: list[Any] = [None] * len(factors)
@@ -340,9 +349,10 @@ class _Gradients:
                 self.tensors[i] = torch.zeros_like(factor, dtype=dtype)
 
     def add(self, rows: Any, parts: Any, d_logits: torch.Tensor):
-        """Compute one chunk's gradients: write them for the hidden states, add them to the sums for
-        the weights. rows: the chunk's rows. parts: its (hidden, weight) pairs. d_logits: the loss's
-        gradient for its logits, [rows, V/tp]."""
+        """Compute one chunk's gradients: write them for the hidden states, and add them to the sums
+        for the weights. rows: selects the chunk's rows. parts: (hidden states of these rows,
+        weight) pairs. d_logits: gradient of the loss with respect to the chunk's logits, [rows,
+        V/tp]."""
         for i, (hidden, weight) in enumerate(parts):
             d_hidden, d_weight = self.tensors[2 * i : 2 * i + 2]
             d_product = d_logits.to(weight.dtype)
@@ -359,9 +369,13 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 class TrainedPlaces(NamedTuple):
-    """The int64 [n] indices of trained tokens in labels [b, s], counted through the transposed
-    labels [s, b]. They are computed on the host, because on a GPU the search would make the host
-    wait."""
+    """The places of trained tokens in the labels of a micro-batch. They are found on the host in
+    advance, because on a GPU the search would make the host wait.
+
+    labels: [b, s]. version: torch's count of in-place changes to them, to notice later ones; None
+    for a tensor without one.
+    places: int64 [n], indices of the n trained tokens in the flattened transpose [s, b] of the
+    labels."""
 
     labels: torch.Tensor
     version: int | None
@@ -369,30 +383,31 @@ class TrainedPlaces(NamedTuple):
 
     @classmethod
     def of(cls, labels: torch.Tensor, on_host: torch.Tensor) -> "TrainedPlaces":
-        """Compute the indices from `on_host`, a host copy of the labels. labels: the same labels on
-        this rank's device, to recognise them later."""
+        """Find the trained tokens in `on_host`, a copy of the labels in host memory. labels: the
+        same labels on this rank's device; known_for() recognises them later."""
         places = (on_host.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
         return cls(labels, _version(labels), to_device(places, labels.device))
 
     def known_for(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """The indices, if `labels` is known to be the tensor they were computed for, unchanged;
-        otherwise None."""
+        """The indices of trained tokens if `labels` is the very tensor for which they were found,
+        and is known to be unchanged since; otherwise None."""
         version = _version(labels)
         is_same = labels is self.labels and version is not None and version == self.version
         return self.places if is_same else None
 
 
 def _chunks(labels: torch.Tensor, kept: torch.Tensor, chunk_size: int) -> list[Any]:
-    """Split the rows with labels into chunks of at most chunk_size rows -> row selectors: slices if
-    every row has a label, otherwise parts of `kept`, the indices of these rows."""
+    """Split the rows that have a label into chunks of at most chunk_size rows -> a selector for
+    each chunk: a slice if every row has a label, otherwise a tensor of row indices. kept: indices
+    of the rows with a label."""
     if len(kept) == len(labels):
         return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
     return [part for part in kept.split(chunk_size) if len(part)]
 
 
 def _pairs(factors: Sequence[torch.Tensor], rows: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """[(hidden states of these rows, weight), ...] from factors, which alternate: hidden, weight,
-    hidden, weight, ..."""
+    """The (hidden states, weight) pairs of one chunk. factors: hidden, weight, hidden, weight, ...;
+    rows: selects the chunk's rows of the hidden states."""
     pairs = zip(factors[::2], factors[1::2], strict=True)
     return [(hidden[rows], weight) for hidden, weight in pairs]
 
@@ -400,16 +415,17 @@ def _pairs(factors: Sequence[torch.Tensor], rows: Any) -> list[tuple[torch.Tenso
 def _converted(
     gradients: Sequence[Any], factors: Sequence[torch.Tensor], convert: Callable[..., Any]
 ) -> list[Any]:
-    """Convert each gradient to its factor's dtype, with convert(gradient, dtype=...); None stays
-    None."""
+    """Convert each gradient to the dtype of its factor (the tensor that it belongs to) by
+    convert(gradient, dtype=...); None stays None."""
     pairs = zip(gradients, factors, strict=True)
     return [g if g is None else convert(g, dtype=tensor.dtype) for g, tensor in pairs]
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Autograd function: cross entropy of each token. Logits exist for one chunk of tokens at a
-    time. kept: indices of the labels that are not IGNORE_INDEX. ahead: True to compute gradients in
-    the forward pass, from the chunk's logits. factors: hidden, weight, hidden, weight, ..."""
+    """Autograd function: the cross entropy of each token, computed chunk by chunk, so that the
+    logits of only one chunk are in memory. kept: indices of the labels that are not IGNORE_INDEX.
+    ahead: True to compute gradients already in the forward pass, from the chunk's logits. factors:
+    hidden, weight, hidden, weight, ...; logits are the sum of the pairs' products."""
 
     @staticmethod
     def forward(
@@ -473,9 +489,10 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _LossesOfLogits(torch.autograd.Function):
-    """Autograd function: a loss that is a function of Logits, chunk by chunk. The backward pass
-    computes each chunk's logits again. kept: indices of the labels that are not IGNORE_INDEX.
-    factors: hidden, weight, hidden, weight, ..."""
+    """Autograd function: any loss that is a function of Logits, computed chunk by chunk; the
+    backward pass computes a chunk's logits again. kept: indices of the labels that are not
+    IGNORE_INDEX. factors: hidden, weight, hidden, weight, ...; logits are the sum of the pairs'
+    products."""
 
     @staticmethod
     def forward(
@@ -529,7 +546,8 @@ class _LossesOfLogits(torch.autograd.Function):
 def _logits_of(
     factors: Sequence[torch.Tensor], labels: torch.Tensor, rows: Any, head: Head
 ) -> Logits:
-    """The Logits of one chunk of tokens (rows), detached from autograd and without a batch."""
+    """Make the Logits of one chunk of tokens, detached from autograd and without a batch. factors:
+    hidden, weight, hidden, weight, ...; labels: of all tokens; rows: selects the chunk."""
     parts = _pairs(factors, rows)
     hidden, weight = parts[0]
     places = torch.arange(len(labels), device=labels.device)[rows]
@@ -552,29 +570,32 @@ def token_losses(
     sequence_first: bool = False,
 ) -> torch.Tensor:
     """The loss of each token, float32 in the shape of labels; 0 for the label IGNORE_INDEX. Cross
-    entropy is NaN for another label that is not a token id.
+    entropy is NaN for any other label that is not a token id.
 
-    hidden: [..., h]. weight: [V/tp, h], this rank's rows. labels: [...], hidden's leading shape,
-    global token ids. group: the tensor-parallel group (None: one rank). vocab_size: the real V;
-    later columns are ignored (None: no padding columns). chunk_size: rows of logits in memory at
-    once (None: 4096 on CUDA, 1024 on a CPU and with of_logits). extra: (low [..., r], B [V/tp, r]),
-    whose product is added to the logits. softcap: c in c tanh(z / c). weights_differ: True if the
-    objective weights the losses of tokens differently, so that the gradients of a trained weight
-    must be computed in the backward pass; otherwise cross entropy computes them in the forward pass
-    (not in float16), and the backward pass scales them, or computes them again if that is not
-    enough. The gradients are the same up to rounding. of_logits: a loss in place of cross entropy;
-    if it gives [n, k], the result is [..., k]. trained: int64 [n], indices of flattened labels that
-    are not IGNORE_INDEX (None: computed here, with a GPU sync).
-    sequence_first: True if labels are [s, b] instead of [b, s]; an of_logits that reads batch
-    columns depends on it.
+    hidden: [..., h], the output layer's input. weight: [V/tp, h], this rank's rows. labels: [...],
+    hidden's leading shape, token ids of the whole vocabulary.
+    group: the tensor-parallel group; None: one rank. vocab_size: number of token ids, after which
+    columns are padding; None: no padding.
+    chunk_size: number of tokens whose logits are in memory at once; None: 4096 on CUDA, 1024 on a
+    CPU and with of_logits.
+    extra: an adapter (low [..., r], B [V/tp, r]), whose product is added to the logits. softcap:
+    the c of c tanh(z / c) on logits z; None: no softcap.
+    weights_differ: True if the objective weights tokens differently. Then, if a weight is trained,
+    gradients are computed in the backward pass. Otherwise cross entropy computes them in the
+    forward pass (not in float16), and backward scales them, or computes them again if scaling is
+    not enough. Gradients are the same up to rounding.
+    of_logits: a loss in place of cross entropy; if it gives [n, k], the result is [..., k].
+    trained: int64 [n], indices of flattened labels that are not IGNORE_INDEX; None: they are
+    searched here, for which the host waits for a GPU.
+    sequence_first: True if labels are [s, b] instead of [b, s], which an of_logits that reads batch
+    columns must know.
 
     Collective over `group` if it has several ranks: cross entropy takes one all-gather per chunk in
     the forward pass; with of_logits, the collectives are those that it calls, in both passes. The
     gradients of hidden and low are only this rank's parts: megatron's mapping around them (copy_to
     or gather_from) sums them. A weight that needs no gradient gets none. Rows without a label are
     dropped before any GEMM. Under autocast these GEMMs run in its dtype. ValueError if hidden and
-    labels differ in shape, or of_logits gives another shape.
-    """
+    labels differ in shape, or of_logits gives another shape."""
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} does not belong to labels {tuple(labels.shape)}"

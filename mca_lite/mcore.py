@@ -133,8 +133,9 @@ RUN_WITH_ENGINE = {("0.16", "2.11"), ("0.19", "2.11")}
 
 
 def of_minor(name: str) -> str:
-    """The value in MINORS[name] for the installed megatron-core. For "gradients_for_norm" it is the
-    method's name: "get_grads_for_grad_norm" from 0.19 on."""
+    """Look up something that differs between minor versions of megatron-core, for the installed
+    one. name: a key of MINORS. For "gradients_for_norm", for example, the result is the name of a
+    method: "get_grads_for_grad_norm" from 0.19 on."""
     minor = tuple(int(number) for number in __version__.split(".")[:2])
     forms = MINORS[name]
     return forms[max(first for first in forms if first <= minor)]

@@ -255,12 +255,12 @@ class McaGPTModel(MegatronModule):
         return self.mtp.losses(self, labels, hidden, trained, place, shared)
 
     def _head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Prepare the matmul with the output layer's weight -> (hidden [s, b, h], divided by
-        config.logits_scaling; weight [V / tp, h]; the output layer's LoRA factors, or None).
+        """Prepare the operands for logits = hidden x weight^T -> (hidden [s, b, h], divided by
+        config.logits_scaling; this rank's rows of the output layer's weight, [V / tp, h]; the
+        output layer's LoRA factors, or None).
 
         Under sequence parallelism hidden is gathered. Collectives over the tensor-parallel group:
-        in backward; under sequence parallelism in forward too.
-        """
+        in backward; under sequence parallelism in forward too."""
         tied = None
         if self.share_embeddings_and_output_weights:
             tied = self.shared_embedding_or_output_weight()
@@ -355,12 +355,12 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """Yield (name, layer index or None, tensor) for each parameter of this chunk except
-        adapters of experts, and for the buffers that Hugging Face files contain: router biases and
-        layer scalars. Names are global_name's, in which {} stands for the layer index, but norms in
-        Transformer Engine's linears are named as separate ones (TE_ALIASES). Stacked experts are
-        yielded one by one, as views with the expert's index in the layer, such as
-        "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
+        """Yield (name in the whole model, layer index or None, tensor) for each parameter of this
+        chunk except adapters of experts, and for the buffers that Hugging Face files contain:
+        router biases and layer scalars. Names are those of global_name(), with {} for the layer
+        index. Norms inside Transformer Engine's linears get the names of separate norms
+        (TE_ALIASES). Stacked experts are yielded one by one, as views with the expert's index in
+        the layer, such as "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
         for name, parameter in (*self.named_parameters(), *buffers):
@@ -443,9 +443,9 @@ class VirtualModels(torch.nn.ModuleList):
             model.load_state_dict(state_dict[key], strict=strict and self.finetuning.is_whole)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """For a distributed checkpoint, under each chunk's key in state_dict() its {name:
-        ShardedTensor or another of megatron's sharded objects}; with LoRA only what a LoRA
-        checkpoint saves."""
+        """The state of this rank's chunks for a distributed checkpoint: {chunk's key, as in
+        state_dict(): {name: ShardedTensor or another of megatron's sharded objects}}. With LoRA it
+        has only what a LoRA checkpoint saves."""
         chunks = self._by_key()
         return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
 
@@ -477,9 +477,9 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
     """Set megatron's attribute tensor_model_parallel on the parameters that tensor parallelism
-    shards; stacked experts have it already. megatron sets it while initialising weights, a step
-    skipped here. Without it megatron takes a parameter for duplicated, and the gradient norm comes
-    out too small."""
+    shards. megatron sets it while it initialises weights, a step that is skipped here. Without the
+    attribute megatron believes that every rank has the same parameter, and the gradient norm comes
+    out too small. Stacked experts have the attribute already."""
     axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         axis = axes.get(name)
@@ -559,12 +559,13 @@ class AutoModel:
     def from_config(
         config: McaModelConfig, args: TrainingArguments | None = None, seed: int = 42
     ) -> VirtualModels:
-        """Build a model with initial weights, as InitSource gives them: random values depend on
-        `seed`, the config and the tensor's Hugging Face name, not on the layout.
+        """Build a model with initial weights (see InitSource). Random values depend on `seed`, the
+        config and the tensor's Hugging Face name, not on the parallel layout.
 
         config: from this package's AutoConfig.from_pretrained(folder, args); ValueError for another
-        one, such as a transformers config, which lacks the layout. args: initialises the process
-        groups; None if they exist. Collective: every rank must call it."""
+        one, such as a transformers config, which lacks the layout. args: from these,
+        torch.distributed and megatron's process groups are started; None if they exist. Collective:
+        every rank must call it."""
         kind = type(config)
         expect(
             isinstance(config, McaModelConfig),
@@ -590,15 +591,16 @@ def load_torch_model(
     config: Any = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.nn.Module:
-    """The Hugging Face model in `dtype` on this rank's device, for the torch backend, for
-    generate(), and as a reference in tests.
+    """Load a Hugging Face model with transformers, in `dtype` on this rank's device: for the torch
+    backend, for generate(), and as a reference in tests.
 
-    train_from_scratch: draw the weights from `seed`, as AutoModel.from_config does; those of a
-    model type outside FAMILIES as transformers does.
-    vocab_size: number of tokens of the result, if larger than the folder's. config: transformers'
-    config of the folder, if it was read before; it may be changed in place. ValueError if
-    config.json cannot be used, if weights do not fit the model, or with train_from_scratch if
-    transformers cannot build it or vocab_size is lower than the folder's."""
+    train_from_scratch: draw the weights from `seed`; for model types in FAMILIES (those that this
+    package knows) as AutoModel.from_config does, for others as transformers does.
+    vocab_size: number of tokens of the result, if larger than the folder's.
+    config: transformers' config of the folder, if it was read before; it may be changed in place.
+
+    ValueError if config.json cannot be used, if weights do not fit the model, or with
+    train_from_scratch if transformers cannot build it or vocab_size is lower than the folder's."""
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size

@@ -36,13 +36,15 @@ from .tables import CORE_ATTENTIONS, function_of
 
 
 class Rope(NamedTuple):
-    """Constants of the rotary embedding for one layer type, such as "sliding_attention". inv_freq:
-    inverse frequencies [rotary_dim / 2]. factor: multiplies cos and sin. interleaved: rotated pairs
-    are neighbouring channels, not channels rotary_dim / 2 apart.
+    """Constants of the rotary embedding for one kind of attention layers, such as
+    "sliding_attention".
 
-    long: with longrope, the inverse frequencies for a micro-batch with a document (or a padded row)
-    of more than `limit` tokens; () for other models.
-    """
+    inv_freq: inverse frequencies [rotary_dim / 2]. factor: multiplies cos and sin.
+    interleaved: True if neighbouring channels are rotated as a pair; False if the channels of a
+    pair are rotary_dim / 2 apart.
+    long: for longrope models, inverse frequencies that replace inv_freq in a micro-batch with a
+    document (or a padded row) of more than `limit` tokens. Other models have () and an infinite
+    limit."""
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
     factor: float  # multiplies cos and sin
@@ -52,7 +54,9 @@ class Rope(NamedTuple):
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_type: str = "full_attention") -> "Rope":
-        """The constants for the layers with attention type layer_type in a McaModelConfig."""
+        """Compute the rotary constants for a model's layers. config: a McaModelConfig. layer_type:
+        the kind of attention in these layers, such as "sliding_attention"; kinds may have different
+        frequencies."""
         inv_freq, factor = rope_frequencies(config, layer_type)
         long: tuple[float, ...] = ()
         limit = math.inf
@@ -62,8 +66,10 @@ class Rope(NamedTuple):
         return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave, long, limit)
 
     def tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [..., rotary_dim] for angles [..., rotary_dim / 2], both times `factor`:
-        computed in the angles' dtype, returned in `dtype`."""
+        """Turn rotation angles into the tables by which queries and keys are rotated -> (cos, sin),
+        [..., rotary_dim] each. angles: [..., rotary_dim / 2], one per pair of channels. The tables
+        have an entry per channel, and are multiplied by `factor`. They are computed in the angles'
+        dtype and returned in `dtype`."""
         if self.interleaved:
             angles = angles.repeat_interleave(2, -1)
         else:
@@ -74,13 +80,13 @@ class Rope(NamedTuple):
 def rope_frequencies(
     config: TransformerConfig, layer_type: str = "full_attention", length: int | None = None
 ) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
-    for one layer type. length: tokens in the sequence, on which only longrope's frequencies depend;
-    None: those for short sequences.
+    """Compute the rotary embedding's inverse frequencies for one kind of attention layers ->
+    (float32 [rotary_dim / 2] on this rank's device, factor that multiplies cos and sin).
 
-    transformers' own functions compute scaled variants such as linear, llama3 and yarn, so that the
-    values equal Hugging Face's.
-    """
+    layer_type: the kind of attention, such as "sliding_attention". length: number of tokens in the
+    sequence, which matters for longrope; None: a short sequence. transformers' own functions
+    compute scaled variants such as linear, llama3 and yarn, so that the values equal Hugging
+    Face's."""
     scaling = config.rope_parameters
     of_type = {}
     base = config.rotary_base
@@ -112,9 +118,10 @@ def rope_frequencies(
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [s, 1, 1, rotary_dim] for this rank's s positions in a RowLayout: computed in
-    float32, returned in `dtype`. The last two results are cached, because layers are of at most two
-    kinds: layers of a kind share a table, and the tables of earlier rows are freed."""
+    """The rotary tables (cos, sin), [s, 1, 1, rotary_dim] each, for this rank's s tokens. layout: a
+    RowLayout, which has the tokens' positions. They are computed in float32 and returned in
+    `dtype`. The last two results are cached: a model has at most two kinds of layers, layers of a
+    kind share their tables, and tables of earlier rows are freed."""
     frequencies = rope.long if layout.longest > rope.limit else rope.inv_freq
     inv_freq = parallel.to_device(torch.tensor(frequencies), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
@@ -122,8 +129,9 @@ def rotary_tables(
 
 
 def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.Tensor:
-    """Llama 4's position-dependent scale of the queries, float32 [t], for positions int64 [t]: 1 +
-    query_scaling_beta * log(1 + floor(position / original_max_position_embeddings))."""
+    """The factor by which Llama 4 scales the queries at each position, float32 [t]: 1 +
+    query_scaling_beta * log(1 + floor(position / original_max_position_embeddings)). positions:
+    int64 [t], of t tokens in their documents."""
     length = config.rope_parameters["original_max_position_embeddings"]
     return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
 
@@ -132,12 +140,12 @@ def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.T
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Gather keys and values [t / cp, b, g, d] from all context-parallel ranks to [t, b, g, d], in
-    one collective; values may have another d. Backward sums the gradients over ranks and returns
-    this rank's part. order: int64 [t], sorts the gathered tokens by their place in the row
-    (RowLayout).
+    """Autograd function that gathers keys and values from all context-parallel ranks in one
+    collective: [t / cp, b, g, d] on each rank -> [t, b, g, d] for a row of t tokens and g query
+    groups. Values may have another head size d than keys.
 
-    Collective over `group` in both passes.
+    order: int64 [t], indices that put the gathered tokens into the row's order. Backward sums the
+    gradients over the ranks and returns this rank's part. Both passes are collective over `group`.
     """
 
     @staticmethod
@@ -170,8 +178,9 @@ def column_linear(
     tp_group: torch.distributed.ProcessGroup,
     bias: bool = False,
 ) -> ColumnLinear:
-    """Build a linear whose outputs stay sharded over the tensor-parallel ranks. It returns the bias
-    without adding it."""
+    """Build a linear layer from in_size to out_size channels, whose outputs stay sharded over the
+    tensor-parallel ranks (out_size counts all ranks' channels). The layer returns (output, bias)
+    without adding the bias."""
     return ColumnLinear(
         in_size,
         out_size,
@@ -190,8 +199,9 @@ def row_linear(
     tp_group: torch.distributed.ProcessGroup,
     bias: bool = False,
 ) -> RowLinear:
-    """Build attention's output linear, from in_size channels that are sharded over the
-    tensor-parallel ranks to hidden states. It returns the bias without adding it."""
+    """Build attention's output layer, a linear from in_size channels to hidden states. Its inputs
+    are sharded over the tensor-parallel ranks (in_size counts all ranks' channels). The layer
+    returns (output, bias) without adding the bias."""
     return RowLinear(
         in_size,
         config.hidden_size,
@@ -214,11 +224,13 @@ class Attention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **tables: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape,
-        bias or None).
+        """Run the whole attention module: hidden states [s, b, h], or [s / tp, b, h] under sequence
+        parallelism -> (output of the same shape, the output layer's bias or None). The bias is not
+        added.
 
-        tables: keywords of query_key_value(). SelfAttention takes rope_tables there, (cos, sin) [s,
-        b, 1, rotary_dim], to use instead of the tables for the row's positions."""
+        packed_seq_params: describes the documents of packed rows. tables: more keywords for the
+        subclass's query_key_value(); SelfAttention takes rope_tables there, (cos, sin) [s, b, 1,
+        rotary_dim], to use instead of the tables for the row's positions."""
         *heads, gate = self.query_key_value(hidden_states, packed_seq_params, **tables)
         out = self.core_attention(*heads, packed_seq_params)
         if gate is not None:
@@ -294,9 +306,11 @@ class SelfAttention(Attention):
         packed_seq_params: PackedSeqParams | None,
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[Any, ...]:
-        """(query, key, value, gate or None, RowLayout), with rotary embedding applied to query and
-        key, and before it their norms, if the model has them. With qk_norm_after_rope they are not
-        normed here: query_key_value() does it."""
+        """Project hidden states to this rank's query, key and value, and apply the rotary embedding
+        to query and key -> (query, key, value, output gate or None, RowLayout). If the model norms
+        query and key, the norms come before the rotation; with qk_norm_after_rope they are left to
+        query_key_value(). rope_tables: (cos, sin) to use instead of those for the row's positions.
+        """
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -326,8 +340,9 @@ class SelfAttention(Attention):
         return *rotated, value, gate, layout
 
     def _without_gate(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Separate the output gate from the projections -> (queries, keys and values; gate [s, b, n
-        * d] of this rank's queries). In `mixed`, each query of a group is followed by its gate."""
+        """Separate the output gate from linear_qkv's output -> (queries, keys and values, still in
+        one tensor; gate [s, b, n * d] for this rank's n query heads). mixed: the output, in which
+        the channels of each query head are followed by those of its gate."""
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
         pairs, of_keys = heads.split((heads.shape[-2] - 2, 2), -2)
         mixed = torch.cat((pairs[..., ::2, :], of_keys), -2).flatten(-3)
@@ -335,9 +350,10 @@ class SelfAttention(Attention):
         return mixed, gates[self.tp_group.rank() % self.ranks_of_group]
 
     def _of_group(self, mixed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """All-gather the projections over the tensor-parallel ranks, with the bias added -> the
-        channels of this rank's query group. Used if several ranks share a group. Collective over
-        the tensor-parallel group."""
+        """All-gather linear_qkv's output over the tensor-parallel ranks, and return the channels of
+        this rank's query group. Used if several ranks share a group. mixed: the output's channels
+        on this rank. bias: added to them before, unless None. Collective over the tensor-parallel
+        group."""
         if bias is not None:
             mixed = mixed + bias
         mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
@@ -394,13 +410,13 @@ class AttentionOfTwoSizes(Attention):
 
 
 def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
-    """Context manager for the order in which scaled_dot_product_attention tries its kernels on
-    CUDA. It does nothing for tensors on a CPU.
+    """Context manager that sets the order in which torch's scaled_dot_product_attention tries its
+    kernels on CUDA. For a query on the CPU it does nothing. mask: the call's mask, or None.
 
-    Without a mask, cuDNN comes first, which torch by itself would skip if a cuDNN older than
-    torch's is loaded. cuDNN is left out with a mask, because its gradients may be NaN (pytorch
-    issue 196678), and with deterministic algorithms, because it has none.
-    """
+    Without a mask, cuDNN comes first; torch by itself would skip cuDNN if a version older than
+    torch's is loaded. With a mask, cuDNN is left out, because its gradients may be NaN (pytorch
+    issue 196678); and so it is in torch's deterministic mode, because cuDNN has no deterministic
+    kernel."""
     if not query.is_cuda:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -413,8 +429,8 @@ def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
 
 @functools.cache
 def _packed_kernel() -> tuple[Callable[..., Any], bool]:
-    """(torch's varlen_attn, True if it has the argument enable_gqa, which torch 2.11 lacks).
-    Cached."""
+    """Import torch's CUDA kernel for packed rows -> (the function varlen_attn, True if it takes the
+    argument enable_gqa; that of torch 2.11 does not). Cached."""
     with cpu.compiling_later():
         from torch.nn.attention.varlen import varlen_attn
 
@@ -422,22 +438,23 @@ def _packed_kernel() -> tuple[Callable[..., Any], bool]:
 
 
 def recomputes(config: TransformerConfig, module: str) -> bool:
-    """True if `module`, such as "core_attn" or "mlp", is in recompute_modules and
-    recompute_granularity is selective."""
+    """True if the config selects one kind of module for recomputation in the backward pass:
+    recompute_granularity is "selective", and recompute_modules has the kind's name. module: this
+    name, such as "core_attn" or "mlp"."""
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
 class RowModule(MegatronModule):
     """Base class of softmax and linear attention, which keep the documents of a packed row apart.
-    Subclasses set cp_group."""
+    Subclasses set cp_group, the context-parallel group."""
 
     def layout(self, packed_seq_params: PackedSeqParams | None, x: torch.Tensor) -> RowLayout:
-        """The RowLayout (documents and positions) of this rank's tokens x [s, ...]: from
-        packed_seq_params, or without them one document per row.
+        """The RowLayout (documents and positions of a row) for this rank's tokens. x: any tensor
+        [s, ...] of these tokens. The documents come from packed_seq_params; if that is None, each
+        row is one document.
 
-        ValueError in training on packed rows without packed_seq_params: documents would see each
-        other.
-        """
+        ValueError if training on packed rows gets no packed_seq_params: documents would see each
+        other."""
         if packed_seq_params is not None:
             return packed_seq_params.layout
         if self.training and self.config.rows_are_packed:
@@ -541,7 +558,7 @@ class CoreAttention(Sharded, RowModule):
 
     @property
     def needs_scores(self) -> bool:
-        """True if the attention scores are capped or have sinks. torch's
+        """True if this layer caps its attention scores or has attention sinks; torch's
         scaled_dot_product_attention can do neither."""
         return self.softcap is not None or self.sinks is not None
 
@@ -576,9 +593,10 @@ class CoreAttention(Sharded, RowModule):
     def _suits_parts(
         self, layout: RowLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> bool:
-        """True if SegmentAttention (cuDNN) can compute the layout's segments: there is context
-        parallelism, no document is longer than the sliding window, if there is one, there is no cap
-        on scores and no sink, and part_cudnn.suits_cudnn() accepts the tensors."""
+        """True if cuDNN can compute this rank's attention in one SegmentAttention call under
+        context parallelism. False without context parallelism, with a cap on scores or attention
+        sinks, if a document is longer than the layer's sliding window, and for tensors that
+        part_cudnn.suits_cudnn() refuses. layout: the row's documents."""
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
         heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -599,8 +617,9 @@ class CoreAttention(Sharded, RowModule):
         layout: RowLayout,
         dropout: float,
     ) -> torch.Tensor:
-        """Attention of packed documents of equal length (layout.same_length), computed as rows of a
-        batch: query [t, 1, n, d] -> [t, 1, n * d]."""
+        """Attention of packed documents that all have one length (layout.same_length), computed as
+        rows of a batch. query [t, 1, n, d], key and value [t, 1, g, d] -> [t, 1, n * d], for the t
+        tokens of all documents. dropout: rate."""
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)
@@ -621,9 +640,9 @@ class CoreAttention(Sharded, RowModule):
         layout: RowLayout,
         dropout: float,
     ) -> torch.Tensor:
-        """Attention with one call per segment -> [s, b, n * d]. A segment is a document, or under
-        context parallelism a chunk of a document: a range of queries with the keys that they see.
-        """
+        """Attention with one call per segment -> [s, b, n * d]. A segment is a range of this
+        rank's queries with the keys that they see: a document, or under context parallelism a chunk
+        of a document. query: this rank's tokens. key, value: the whole row's. dropout: rate."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:
@@ -636,8 +655,9 @@ class CoreAttention(Sharded, RowModule):
     def _attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float
     ) -> torch.Tensor:
-        """One attention call for q queries and k keys: q [b, n, q, d], k and v [b, g, k, d] -> [b,
-        n, q, d]. mask: as _visible() returns it."""
+        """Compute attention for one segment in one call: query q [b, n, q, d], key k and value v
+        [b, g, k, d] for n query heads and g query groups -> [b, n, q, d]. mask: from _visible(),
+        which may return None for a plain causal mask. dropout: rate."""
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
@@ -654,12 +674,13 @@ class CoreAttention(Sharded, RowModule):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, **keys)
 
     def _visible(self, num_queries: int, num_keys: int, query: torch.Tensor) -> Any:
-        """Causal attention mask for a segment, bool [num_queries, num_keys], True if a query sees a
-        key. The last query sees the last key; a sliding window hides old keys.
+        """Make the causal mask of one segment: bool [num_queries, num_keys], True if a query sees a
+        key. The last query sees the last key, and a sliding window hides old keys. query: tells
+        device and dtype.
 
-        Unless needs_scores: None if torch's is_causal does the same, torch's causal_lower_right if
-        the flash kernel can do without a mask.
-        """
+        Unless needs_scores is True, a cheaper result may replace the tensor: None if torch's
+        is_causal means the same mask, torch's causal_lower_right if the flash kernel can do without
+        a mask."""
         more = num_keys - num_queries
         is_narrow = self.window is not None and num_keys > self.window
         if not is_narrow and not self.needs_scores:
@@ -678,8 +699,9 @@ class CoreAttention(Sharded, RowModule):
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout
     ) -> torch.Tensor:
-        """Attention of this rank's queries in all documents of a row, packed or not, in one call of
-        a CUDA kernel, without a host sync -> [s, 1, n * d]."""
+        """Attention for one row, packed or not, in one call of a CUDA kernel: this rank's query [s,
+        1, n, d], key and value [t, 1, g, d] of the whole row -> [s, 1, n * d]. The call does not
+        wait for the GPU. layout: the row's documents."""
         kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q = query[:, 0]
@@ -804,8 +826,9 @@ class LatentAttention(Attention):
 def build_attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> MegatronModule:
-    """Build a layer's attention: LatentAttention for multi-latent models, AttentionOfTwoSizes for
-    Gemma 4, otherwise SelfAttention, or Transformer Engine's if transformer_impl says so."""
+    """Build the attention of one layer: LatentAttention for multi-latent models,
+    AttentionOfTwoSizes for Gemma 4, otherwise SelfAttention if transformer_impl is "local", and
+    Transformer Engine's attention if not. layer_number: from 1."""
     if config.multi_latent_attention:
         return LatentAttention(config, layer_number, pg_collection)
     if config.full_kv_channels:

@@ -100,10 +100,11 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """The class name and the fields whose JSON value differs from their default's; that of a
-        default_factory counts as null. Left out are fields in _DERIVED, such as params_dtype, and
-        those of CUDA graphs. A value without a JSON form, such as a function that is not in
-        ACTIVATIONS, counts as null."""
+        """The config as a dict, for mca_config.json: the class name, and the fields whose JSON
+        value differs from that of their default. A default made by a default_factory counts as
+        null, and so does a value without a JSON form, such as a function that is not in
+        ACTIVATIONS. Left out are fields in _DERIVED (derived or set in each run), such as
+        params_dtype, and those of CUDA graphs."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -150,12 +151,13 @@ class PretrainedConfig:
 
     @classmethod
     def build(cls, values: dict[str, Any], args: TrainingArguments | None, origin: str) -> Any:
-        """Build a config from `values` (field name -> JSON value), overridden by the fields that
-        `args` determine. ValueError for unknown fields; `origin` names the file in the message.
+        """Build a config. values: {field name: JSON value}. args: the fields that they determine
+        override `values`; None: nothing is overridden. origin: the file's name, for the message.
+        ValueError for unknown fields.
 
-        With `args`, the saved coefficient of the routers' balancing loss is dropped: it comes from
-        `args`, or else from the Hugging Face config (0 if the family does not read it there).
-        """
+        With `args`, the coefficient of the routers' balancing loss in `values` is not used for a
+        model with experts: it comes from `args`, or else from the Hugging Face config (0 if the
+        family does not read it there)."""
         if args is not None:
             # the saved coefficient may come from a former run's key; hf_config has the model's
             family = FAMILIES.get(str(values.get("hf_model_type")))
@@ -287,10 +289,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         self.batch_p2p_comm = not self.overlap_p2p_comm
 
     def validate(self) -> None:
-        """Check the layout against the model, and replace values that say "auto", in place:
-        transformer_impl, pipeline_model_parallel_layout, and recompute_granularity, by full
-        recomputation until part_long_auto has chosen. Needs no process group. Raises ConfigError.
-        """
+        """Check the parallel layout against the model, and replace values that say "auto", in
+        place. transformer_impl and pipeline_model_parallel_layout are chosen here.
+        recompute_granularity becomes full recomputation until part_long_auto chooses later. Needs
+        no process group. Raises ConfigError."""
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
         layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's annotation excludes str
@@ -324,12 +326,13 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.hf_config = function_of("part_mtp_rows:with_count")(self)
 
     def _choose_layers(self, judge: Judge) -> None:
-        """Replace transformer_impl "auto" by "transformer_engine" or "local", in place. Features
-        that the chosen layers lack are reported to `judge`.
+        """Choose between this package's layers and Transformer Engine's: replace transformer_impl
+        "auto" by "local" or "transformer_engine", in place. Features that the chosen layers lack
+        are reported to `judge`, which collects problems.
 
         "auto" chooses Transformer Engine if it works here, supports the model, and the run is in
-        bf16 or fp16: it multiplies float32 in tf32.
-        """
+        bf16 or fp16. In float32 it chooses local layers, because Transformer Engine multiplies
+        float32 in tf32."""
         if self.transformer_impl == "auto":
             engine = engine_here()
             suits = engine is not None and (self.bf16 or self.fp16) and not engine.needs_local(self)
@@ -424,7 +427,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     @property
     def inputs(self) -> Inputs:
-        """The Inputs object for the model's inputs other than text, such as images."""
+        """The model's Inputs object, which describes its modules for inputs other than text, such
+        as a vision tower. A model of text alone has an Inputs object without such modules."""
         return inputs_of(self)
 
     @property
@@ -480,8 +484,10 @@ class AutoConfig:
 def from_hf_config(
     hf: Any, args: TrainingArguments | None = None, name_or_path: str | None = None
 ) -> McaModelConfig:
-    """Translate a transformers config object to McaModelConfig with its family's table. `args`
-    override fields (None: one rank, float32). ValueError for an unsupported family or feature."""
+    """Translate a transformers config object to McaModelConfig, as the table of its family says
+    (FAMILIES, by model_type). args: the fields that they determine override the model's; None: one
+    rank, float32. name_or_path: the model's name, which the config keeps. ValueError for an
+    unsupported family or feature."""
     values = hf.to_dict()
     origin = name_or_path or hf.model_type
     family = get_family(hf.model_type, values)
@@ -532,8 +538,8 @@ def grow(config: Any, vocab_size: int) -> None:
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
-    """A phrase for the log about weights saved under `saved`: they are loaded directly, or
-    resharded for the layout of `now`."""
+    """A phrase for the log that says how weights are loaded: directly, or resharded from another
+    layout. saved: the config under which they were saved. now: the run's config."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     return "resharded from another layout"
@@ -655,8 +661,9 @@ def changed(config: McaModelConfig, names: list[str]) -> list[str]:
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
-    """True for a Transformer Engine linear, which from now on adds the gradient of a trained weight
-    to its main_grad itself. False for any other module, which does not change."""
+    """Let a Transformer Engine linear add the gradient of a trained weight to its main_grad
+    (megatron's gradient buffer) itself. Returns True for such a linear, False for any other module,
+    which stays unchanged."""
     if not hasattr(module, "fuse_wgrad_accumulation"):
         return False
     module.fuse_wgrad_accumulation = module.weight.requires_grad

@@ -40,9 +40,9 @@ from .tables import LAYER_TYPES, function_of
 def recomputed(
     config: TransformerConfig, function: Callable[..., Any], *tensors: torch.Tensor
 ) -> Any:
-    """Call function(*tensors) under activation checkpointing: its activations are dropped and
-    computed again in the backward pass. recompute_keep and activation_offloading (part_long.py)
-    apply."""
+    """Call function(*tensors) under activation checkpointing -> its result. The activations inside
+    are dropped, and computed again in the backward pass. If the config has recompute_keep or
+    activation_offloading, part_long.py does this."""
     checkpoint = functools.partial(_checkpoint, config)
     if config.recompute_keep or config.activation_offloading:
         return function_of("part_long:checkpointed")(config, checkpoint, function, *tensors)
@@ -75,8 +75,9 @@ class Residual(torch.nn.Module):
     def forward(
         self, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
     ) -> torch.Tensor:
-        """x_with_bias: (x [s, b, h], bias [h] or None); residual: like x -> the result, like x.
-        Under sequence parallelism these have s / tp tokens."""
+        """Add a module's output to the residual stream -> a tensor like x. x_with_bias: (the output
+        x [s, b, h], its bias [h] or None). residual: the stream, like x. Under sequence parallelism
+        these have s / tp tokens."""
         if self.norm is None and self.multiplier == 1.0:
             add = get_bias_dropout_add(self.training, self.fused)
             return add(x_with_bias, residual, self.dropout)
@@ -164,9 +165,10 @@ class Layer(MegatronModule):
         return out if self.layer_scalar is None else out * self.layer_scalar
 
     def _mlp(self, ends_unit: bool, padding_mask: torch.Tensor | None, x: torch.Tensor) -> Any:
-        """The output of the MLP or experts for x, and its bias or None. padding_mask: as in
-        forward(). ends_unit: True at the end of what is recomputed as one unit; then zeros may
-        replace the result in the recomputation, which is the pass with gradients enabled."""
+        """Apply the layer's MLP or experts to x -> (output, its bias or None). padding_mask: True
+        for padding, as in forward(); only a router uses it. ends_unit: True if this ends a unit of
+        layers or modules that is recomputed in the backward pass. With gradients enabled, which is
+        the recomputation, the output may then be zeros, because nobody reads it."""
         unread = ends_unit and torch.is_grad_enabled()
         if isinstance(self.mlp, Mixture):
             with zeros_from(self.mlp.experts.fc2, self, unread):
@@ -291,9 +293,9 @@ class Block(MegatronModule):
         return hidden_states.clone() if is_empty else hidden_states
 
     def _units(self) -> list[tuple[Any, bool]]:
-        """[(layers, True if recomputed in backward as one unit)], in order, as
-        recompute_granularity, recompute_method and recompute_num_layers say. In evaluation mode no
-        unit is recomputed."""
+        """Group the layers by recomputation: [(layers, True if these are recomputed in the backward
+        pass as one unit)], in order. recompute_granularity, recompute_method and
+        recompute_num_layers decide. In evaluation mode no unit is recomputed."""
         if self.config.recompute_granularity != "full" or not self.training:
             return [(self.layers, False)]
         count = self.config.recompute_num_layers
@@ -310,9 +312,9 @@ class Block(MegatronModule):
         hidden_states: torch.Tensor,
         *added: torch.Tensor,
     ) -> torch.Tensor:
-        """Apply `layers` one after another. shared: keywords of Layer.forward. again: they are
-        recomputed as one unit. added: one tensor for each of the first layers, which is added to
-        its output."""
+        """Apply `layers` one after another to hidden_states. shared: keywords of Layer.forward.
+        again: True if these layers are recomputed in the backward pass as one unit. added: one
+        tensor for each of the first layers, which is added to its output."""
         one_each = self.config.fp8_recipe != "delayed"
         for i, layer in enumerate(layers):
             number = layer.layer_number - 1

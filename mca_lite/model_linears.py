@@ -43,9 +43,10 @@ class Way(NamedTuple):
 
 
 class ColumnProduct(torch.autograd.Function):
-    """Autograd function of a column-parallel linear: x [s, b, k], or [s / tp, b, k] if tokens are
-    sharded, times weight [n, k] transposed -> [s, b, n]. n counts this rank's outputs. Backward
-    sums the gradient of x over the group, if there is one."""
+    """Autograd function of a column-parallel linear: x times the transposed weight, on this rank's
+    shard of the outputs. x: [s, b, k], or [s / tp, b, k] if tokens are sharded over the tp ranks;
+    weight: [n, k]; result: [s, b, n]. s tokens, b sequences, k inputs, n outputs of this rank.
+    Backward sums the gradient of x over the group, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -77,9 +78,11 @@ class ColumnProduct(torch.autograd.Function):
 
 
 class RowProduct(torch.autograd.Function):
-    """Autograd function of a row-parallel linear: x [s, b, k] times weight [n, k] transposed,
-    summed over the group, if there is one -> [s, b, n], or [s / tp, b, n] if tokens are sharded;
-    zeros inside zeros_from(). k counts this rank's inputs."""
+    """Autograd function of a row-parallel linear: x times the transposed weight, on this rank's
+    shard of the inputs, summed over the group if there is one. x: [s, b, k]; weight: [n, k];
+    result: [s, b, n], or [s / tp, b, n] if tokens are sharded over the tp ranks. s tokens, b
+    sequences, k inputs of this rank, n outputs. With a weight inside zeros_from() the result is
+    zeros, without a matmul."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -114,11 +117,10 @@ class RowProduct(torch.autograd.Function):
 
 @contextlib.contextmanager
 def zeros_from(weight: Any, module: torch.nn.Module, on: bool) -> Iterator[None]:
-    """Context manager in which a RowLinear with this weight, or experts with this fc2, may leave
-    out the matmul and return zeros, with the matmul's gradients: for a recomputation whose output
-    nobody reads. Nothing changes if `on` is False, or if `module` or one inside it has a forward
-    hook, which may read or change its output (hooks of modules with a LoRA adapter do not count).
-    """
+    """Context manager for recomputing a layer whose output nobody reads: a RowLinear with this
+    weight, or experts with this fc2, may return zeros without a matmul. Their gradients are the
+    matmul's. Nothing changes if `on` is False, or if `module` or a module inside it has a forward
+    hook, which may read or change outputs. Hooks of modules with a LoRA adapter do not count."""
     heard = (vars(m)["_forward_hooks"] and not hasattr(m, "lora") for m in module.modules())
     if not on or any(heard):
         yield
@@ -151,8 +153,9 @@ class _Linear:
 
 
 class ColumnLinear(_Linear, ColumnParallelLinear):
-    """A linear whose outputs are sharded over tp_group: [s, b, h], or [s / tp, b, h] under sequence
-    parallelism -> [s, b, n / tp].
+    """A linear whose outputs are sharded over tp_group: each rank computes n / tp of the n outputs.
+    Input [s, b, h], or [s / tp, b, h] under sequence parallelism; output [s, b, n / tp]. s tokens,
+    b sequences, h inputs, tp ranks.
 
     Collectives over tp_group, if Way.of() gives it: in backward; under sequence parallelism in
     forward too.
@@ -162,8 +165,9 @@ class ColumnLinear(_Linear, ColumnParallelLinear):
 
 
 class RowLinear(_Linear, RowParallelLinear):
-    """A linear whose inputs are sharded over tp_group: [s, b, k / tp] -> [s, b, n], or [s / tp, b,
-    n] under sequence parallelism.
+    """A linear whose inputs are sharded over tp_group: each rank has k / tp of the k inputs, and
+    the products are summed. Input [s, b, k / tp]; output [s, b, n], or [s / tp, b, n] under
+    sequence parallelism. s tokens, b sequences, n outputs, tp ranks.
 
     Collectives over tp_group, if Way.of() gives it: in forward, except in zeros_from(); under
     sequence parallelism in backward too.
@@ -181,19 +185,21 @@ def beside(module: torch.nn.Module) -> Any:
 def experts_product(
     x: torch.Tensor, weight: torch.Tensor, product: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Multiply each expert's tokens by its transposed matrix. weight: [n, ..., in], stacked over n
-    experts; the middle axes are joined to `out`. product(x, weight [n, out, in]): the function that
-    multiplies. A quantised weight is saved for backward in its quantised form."""
+    """Multiply each expert's tokens by the expert's transposed matrix. x: the tokens, in the form
+    that `product` takes. weight: [n, ..., in], the matrices of n experts; the middle axes are
+    joined to `out`. product(x, weight [n, out, in]) multiplies. A quantised weight is saved for
+    backward in its quantised form."""
     if hasattr(weight, "frozen_product"):
         return weight.frozen_product(x, product)
     return product(x, weight.flatten(1, -2))
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
-    """The LoRA factors of an output layer, for the argument `extra` of token_losses: (scale *
-    hidden A^T for all tokens of the sequence, with the adapter's dropout on hidden; B [V / tp, r]).
-    None if there is no enabled adapter. With one, collective over the tensor-parallel group: in
-    backward, under sequence parallelism in forward too."""
+    """The LoRA factors of an output layer (head), for the argument `extra` of token_losses; None if
+    it has no enabled adapter. They are (scale * hidden A^T, B): the first for all tokens of the
+    sequence, with the adapter's dropout on hidden; B [V / tp, r] is this rank's shard (V tokens in
+    the vocabulary, tp ranks, r the rank of the adapter). Collective over the tensor-parallel group,
+    if there is an adapter: in backward, under sequence parallelism in forward too."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 
@@ -201,9 +207,9 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
 def _of_weight(
     weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, accumulates: bool
 ) -> torch.Tensor:
-    """Gradient [n, k] of a linear's weight, from its inputs x [s, b, k] and its output's gradient
-    grad [s, b, n]. If `accumulates`, it is added to weight.main_grad, and the result is an
-    uninitialised tensor for megatron's DDP hook."""
+    """Gradient [n, k] of a linear's weight. x: its inputs [s, b, k]; grad: the gradient [s, b, n]
+    of its outputs (s tokens, b sequences, k inputs, n outputs). If `accumulates`, the gradient is
+    added to weight.main_grad, and the result is an uninitialised tensor for megatron's DDP hook."""
     x = x.flatten(0, 1)
     grad = grad.flatten(0, 1)
     if not accumulates:
@@ -220,17 +226,19 @@ def _wait(messages: list[Any]) -> None:
 
 
 def _peers_of(way: Way, x: torch.Tensor) -> Any:
-    """The part_overlap.Peers of a linear's group; None if communication does not overlap, x is not
-    on a GPU, or torch's symmetric memory does not work. The first call for a group is collective.
-    """
+    """The part_overlap.Peers of a linear's group, which overlap communication with matmuls. way:
+    the linear's settings. x: the tensor to communicate or multiply. None if communication does not
+    overlap, x is not on a GPU, or torch's symmetric memory does not work. The first call for a
+    group is collective."""
     if not (way.overlaps and x.is_cuda):
         return None
     return function_of("part_overlap:peers_of")(way.group)
 
 
 def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
-    """Start to gather x [s / tp, b, k] to [s, b, k] -> (result, handles to wait for before it is
-    read). Collective over way.group. If tokens are not sharded: (x, []), without communication."""
+    """Start to gather x, if each of the tp ranks has a shard of the s tokens: x [s / tp, b, k] ->
+    (result [s, b, k], handles to wait for before the result is read). Collective over way.group. If
+    tokens are not sharded: (x, []), without communication."""
     if not way.cuts_tokens:
         return x, []
     x = x.contiguous()
@@ -243,11 +251,12 @@ def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
 
 
 def start_sum(grad: torch.Tensor, weight: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
-    """Compute grad [s, b, n] @ weight [n, k] and start to sum it over the group -> (result, handles
-    to wait for before it is read).
+    """Multiply grad [s, b, n] by weight [n, k], and start to sum the products of all ranks ->
+    (result, handles to wait for before the result is read).
 
-    The result is [s, b, k], or this rank's [s / tp, b, k] if tokens are sharded. Collective over
-    way.group; without a group nothing is summed."""
+    The result is [s, b, k]; if the s tokens are sharded over the tp ranks, this rank's [s / tp, b,
+    k]. Collective over way.group; without a group nothing is summed.
+    """
     if way.cuts_tokens and way.overlaps and grad.is_cuda:
         return multiply_scatter(grad, weight, way), []
     product = grad @ weight
@@ -262,8 +271,9 @@ def start_sum(grad: torch.Tensor, weight: torch.Tensor, way: Way) -> tuple[torch
 def gather_multiply(
     x: torch.Tensor, matrix: torch.Tensor, way: Way
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). Collective over
-    way.group."""
+    """Gather x, of which each of the tp ranks has a shard of the s tokens, and multiply it by a
+    matrix: x [s / tp, b, k], matrix [k, n] -> (gathered x [s, b, k], product [s, b, n]). Collective
+    over way.group."""
     x = x.contiguous()
     peers = _peers_of(way, x)
     if peers is not None:
@@ -274,8 +284,8 @@ def gather_multiply(
 
 
 def multiply_scatter(x: torch.Tensor, matrix: torch.Tensor, way: Way) -> torch.Tensor:
-    """x [s, b, k] @ matrix [k, n], summed over the group -> this rank's tokens [s / tp, b, n].
-    Collective over way.group."""
+    """Multiply x [s, b, k] by a matrix [k, n], sum the products of all tp ranks, and return this
+    rank's shard of the s tokens, [s / tp, b, n]. Collective over way.group."""
     peers = _peers_of(way, x)
     if peers is not None:
         return peers.multiply_scatter(x, matrix)

@@ -46,8 +46,9 @@ from .tables import function_of
 
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Router scores: softmax over the experts, or else sigmoid, of logits [..., E], in float32 or
-    wider."""
+    """Turn router logits [..., E], over E experts, into scores: softmax over the experts if
+    score_function is "softmax", otherwise a sigmoid of each logit. Scores are float32, or float64
+    if the logits are."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.softmax(logits, -1) if score_function == "softmax" else torch.sigmoid(logits)
 
@@ -64,17 +65,18 @@ def choose_experts(
     group_score: str = "top2",
     replace: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, expert indices), both [T, k] for k `topk`, from scores_of() a router's logits, [T,
-    E], as transformers' routers compute them.
+    """Choose the experts of each token by its router scores, as transformers' routers do ->
+    (weights, expert indices), both [T, topk] for T tokens.
 
-    score_function: "softmax" or "sigmoid", the scores'.
-    bias: [E], added to the scores for the choice only.
-    num_groups: experts can be chosen only from the group_topk best groups. A group is ranked by the
-    sum of its two best experts (group_score "top2") or by its best one ("max").
+    scores: [T, E] for E experts, from scores_of().
+    score_function: "softmax" or "sigmoid", with which the scores were made.
     normalise: scale a token's weights to sum to 1, before `scaling`.
-    scaling: factor on the weights.
-    replace: function of the chosen expert indices that returns other indices to use instead.
-    """
+    scaling: factor on the weights; None: 1.
+    bias: [E], added to the scores for the choice. The weights are taken from the scores without it.
+    num_groups: number of groups of neighbouring experts; None: no groups. Experts can be chosen
+    only from the group_topk best groups. A group is ranked by the sum of its two best experts
+    (group_score "top2") or by its best one ("max").
+    replace: function of the chosen expert indices that returns other indices to use instead."""
     choice = scores
     if bias is not None:
         choice = scores + bias
@@ -96,8 +98,9 @@ def choose_experts(
 
 
 class BalancingLosses(NamedTuple):
-    """Coefficients of the routers' losses. kind: moe_router_load_balancing_type; "none" without a
-    balancing loss. balance: coefficient of the load-balancing loss. z: of the z loss."""
+    """The losses that MoE routers add to the main loss, and their coefficients. kind: the type of
+    load-balancing loss, as in moe_router_load_balancing_type; "none": it is off. balance:
+    coefficient of the load-balancing loss. z: coefficient of the router z-loss."""
 
     kind: str = "none"
     balance: float = 0.0
@@ -110,8 +113,9 @@ class BalancingLosses(NamedTuple):
 
     @classmethod
     def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
-        """Read the coefficients from `settings`, TrainingArguments or a McaModelConfig. default:
-        the model's coefficient for the balancing loss, used if moe_aux_loss_coeff is None."""
+        """Read the kind and the coefficients of the losses from a run's or a model's settings.
+        settings: TrainingArguments or a McaModelConfig. default: the coefficient of the
+        load-balancing loss if moe_aux_loss_coeff is None."""
         balance = settings.moe_aux_loss_coeff
         if balance is None:
             balance = default
@@ -120,7 +124,8 @@ class BalancingLosses(NamedTuple):
 
 
 def _shares(scores: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Scale scores to a sum of 1 over the last axis."""
+    """Scale scores to a sum of 1 over the last axis. score_function: with "sigmoid", 1e-20 is added
+    to the sum before the division."""
     total = scores.sum(-1, keepdim=True)
     if score_function == "sigmoid":
         total = total + 1e-20
@@ -128,9 +133,10 @@ def _shares(scores: torch.Tensor, score_function: str) -> torch.Tensor:
 
 
 def count_choices(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """For each row the choices per expert by real tokens, then the number of these tokens: float32
-    [b, E + 1]. experts: [s b, k] or [s, b, k]; real: bool [s, b], True for tokens, False for
-    padding."""
+    """Count, for each of the b rows of a micro-batch, how many of its tokens chose each of the E
+    experts -> float32 [b, E + 1]. The last column is the row's number of tokens; padding is not
+    counted. experts: indices of each token's k experts, [s b, k] or [s, b, k] for s positions.
+    real: bool [s, b], True for tokens, False for padding. num_experts: E."""
     found = real.new_zeros(*real.shape, num_experts + 1, dtype=torch.float32)
     found.scatter_(-1, experts.reshape(*real.shape, -1), 1.0)[..., -1] = 1.0
     return found.mul_(real.unsqueeze(-1)).sum(0)
@@ -146,21 +152,23 @@ def balancing_parts(
     scores: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(balancing loss, z loss, number of real tokens in the micro-batch), float32, or float64 for
-    logits in float64. A loss that is off is 0.
+    """Compute a router's losses for one micro-batch -> (load-balancing loss, z loss, number of
+    tokens without padding), scalars in float32, or in float64 for logits in float64. A loss that is
+    off is 0.
 
-    The losses are this rank's shares: they sum to the total over `group`. The token count is the
-    total.
+    The ranks of `group` share the micro-batch's tokens. Each of the two losses is this rank's
+    share: the shares of all these ranks sum to the loss. The number of tokens is that of all ranks
+    together.
 
-    losses: which losses are on; the results are without their coefficients.
-    group: the ranks that share the micro-batch's tokens; None: only this rank. Collective if it has
-    several ranks: one all-reduce over it.
-    logits: [s, b, E]; real: bool [s, b], True for tokens, False for padding.
-    topk, score_function: as in choose_experts.
+    losses: which losses are on. The results are not multiplied by their coefficients.
+    group: None means that this rank has all tokens. Collective if it has several ranks: one
+    all-reduce over it.
+    logits: [s, b, E] for s positions of b rows and E experts. real: bool [s, b], True for tokens,
+    False for padding.
+    topk, score_function: as in choose_experts().
     scores: scores_of(logits), if the caller has them.
-    counts: count_choices() of the chosen experts, which the all-reduce changes in place; None:
-    those of the experts with the highest scores.
-    """
+    counts: count_choices() of the chosen experts, which the all-reduce changes in place; None: the
+    topk experts with the highest scores are counted."""
     if scores is None:
         scores = scores_of(logits, score_function)
     if counts is None:
@@ -185,18 +193,20 @@ def balancing_parts(
 
 
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """The router bias [.., E] after a step in which experts were chosen `counts` [.., E] times:
-    `rate` higher for experts chosen less than average, `rate` lower for those chosen more
-    (DeepSeek-V3's balancing without a loss)."""
+    """Move a router's expert bias towards balance after a step, as DeepSeek-V3 does instead of a
+    loss -> the new bias [.., E] for E experts. counts: [.., E], how often each expert was chosen in
+    the step. The bias rises by `rate` for experts chosen less than average, and falls by `rate` for
+    those chosen more."""
     return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
 
 class RouterStatistics:
-    """Router counts of this rank since the last take(); after resuming, the main rank also has
-    those of the checkpoint. Counting does not wait for the device.
+    """Sums up the expert choices and losses of this rank's routers between two calls of take(), for
+    the log. Counting does not wait for the device.
 
-    Each layer has one row: choices per expert, balancing loss, z loss, number of micro-batches. The
-    last three are this rank's shares, and stay 0 if no router loss is on.
+    Each layer has one row: how often each expert was chosen, balancing loss, z loss, number of
+    micro-batches. The last three are shares of this rank, which must be summed over ranks, and stay
+    0 if no router loss is on. After resuming, the main rank also has the counts in the checkpoint.
     """
 
     def __init__(self, num_layers: int, num_experts: int):
@@ -207,8 +217,9 @@ class RouterStatistics:
         self.weights: dict[int, float] = {}
 
     def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """count_choices() of a micro-batch, float32 [b, E + 1]; the choices per expert are also
-        added to the layer's row."""
+        """Count which experts a micro-batch's tokens chose, and add that to the row of layer
+        `layer` (from 0) -> count_choices() of the micro-batch, float32 [b, E + 1]. experts, real:
+        see count_choices()."""
         counts = count_choices(experts, real, self.rows.shape[1] - 3)
         self.rows[layer, :-3].add_(counts[:, :-1].sum(0))
         return counts
@@ -216,10 +227,11 @@ class RouterStatistics:
     def losses(
         self, layer: int, losses: BalancingLosses, group: dist.ProcessGroup | None, *args: Any
     ) -> torch.Tensor:
-        """This rank's share of the loss that the router of layer `layer` adds for a micro-batch,
-        times loss_weight. The shares of the balancing loss and z loss, without coefficients, and of
-        the micro-batch are also added to the layer's row. losses: the coefficients. Other
-        arguments: see balancing_parts(), whose all-reduce over `group` this makes."""
+        """The loss that the router of layer `layer` (from 0) adds for a micro-batch: this rank's
+        share, times loss_weight. It also adds to the layer's row this rank's shares of both losses,
+        without their coefficients, and of the micro-batch. losses: the coefficients. group, args:
+        the arguments of balancing_parts() after `losses`. Collective over `group`, as
+        balancing_parts() is."""
         balance, z, tokens = balancing_parts(losses, group, *args)
         share = tokens.clamp(max=1 / num_ranks(group))  # this rank's part of the micro-batch
         self.rows[layer, -3:].add_(torch.stack([balance.detach(), z.detach(), share]))
@@ -229,21 +241,21 @@ class RouterStatistics:
         return loss
 
     def sums(self) -> torch.Tensor:
-        """Sum the rows of all layers over all ranks: float64 [layers, E + 3]. The columns are
-        choices per expert, balancing loss, z loss and number of micro-batches. This rank's rows
-        stay. Collective."""
+        """The rows of the layers, each summed over all ranks: float64 [layers, E + 3] for E
+        experts. The columns are: how often each expert was chosen, balancing loss, z loss, number
+        of micro-batches. This rank's own rows do not change. Collective."""
         return sum_over_all(self.rows.clone())
 
     def take(self, losses: BalancingLosses) -> dict[str, Any]:
-        """Metrics of the routers over all ranks, for the log; {} if no expert was chosen since the
-        last call. losses: which losses are on. Resets this rank's counts. Collective.
+        """Metrics of the routers for the log, over all ranks; {} if no expert was chosen since the
+        last call. losses: which losses are on. This rank's counts start again at 0. Collective.
 
-        expert_load: for each MoE layer, choices per expert divided by their mean.
+        expert_load: for each MoE layer, how often each expert was chosen, divided by the mean over
+        its experts.
         expert_load_max, expert_load_min: the load of a layer's busiest and of its least busy
         expert, averaged over layers.
         load_balancing_loss or seq_load_balancing_loss, and z_loss: averages over layers and
-        micro-batches, without their coefficients.
-        """
+        micro-batches, without their coefficients."""
         rows = self.sums()
         self.rows.zero_()
         choices = rows[:, :-3]
@@ -263,7 +275,7 @@ class RouterStatistics:
 
 
 def address_of(mask: torch.Tensor) -> int:
-    """The memory address of a padding mask, by which a router recognises a micro-batch, also when
+    """The memory address of a padding mask. A router recognises a micro-batch by it, also when
     recomputation and pipelines run micro-batches in another order."""
     return mask.untyped_storage().data_ptr()
 
@@ -278,12 +290,12 @@ def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
 
 
 class Router(TopKRouter):
-    """megatron's router, with transformers' routing rules and balancing losses over real tokens
-    only.
+    """megatron's router, with transformers' routing rules, and balancing losses that leave out
+    padding.
 
-    In training the backend sets `statistics`. If it is None, nothing is counted and no loss is
-    added.
-    """
+    statistics: counts choices and losses; the backend sets it in training. None: nothing is counted
+    and no loss is added. replay: function (router, padding mask, chosen expert indices [T, k]) ->
+    the indices to use instead; None: the chosen ones are used."""
 
     statistics: RouterStatistics | None = None
     # (router, padding_mask, experts [T, k]) -> the experts that it uses (part_routes.py)
@@ -298,13 +310,15 @@ class Router(TopKRouter):
 
     @property
     def takes_best_scores(self) -> bool:
-        """True if the router itself chooses the experts with the k highest scores: there is neither
-        an expert bias nor a limit to the best groups of experts. A replay may choose others."""
+        """True if the router chooses the experts with the k highest scores, because there is
+        neither an expert bias nor a limit to the best groups of experts. A replay of recorded
+        choices may still choose others."""
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
-        """Module.to and the like, but the expert bias is float32 afterwards, whatever the dtype;
-        the weights too, with moe_router_weight_in_fp32."""
+        """Apply `fn` to the parameters and buffers, for Module.to() and the like. Afterwards the
+        expert bias is float32 whatever `fn` made of it, and so is the router's weight with
+        moe_router_weight_in_fp32."""
         super()._apply(fn, recurse)
         self._maintain_float32_expert_bias()
         if self.config.moe_router_weight_in_fp32:
@@ -312,8 +326,9 @@ class Router(TopKRouter):
         return self
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Router logits [s, b, E] in moe_router_dtype (None: the input's dtype), from [s, b, h]. A
-        LoRA adapter's part is added."""
+        """The router's linear layer: hidden states [s, b, h] -> logits [s, b, E] for E experts, in
+        the dtype moe_router_dtype (None: the input's dtype). The output of an enabled LoRA adapter
+        is added."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
@@ -327,13 +342,15 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose each token's experts: logits [s, b, E] -> (weights [T, E], 0 for experts not
-        chosen; choices bool [T, E]), or with gives_choices (weights [T, k], expert indices [T, k]).
+        """Choose the experts of each token by its logits [s, b, E] -> (weights, choices), both
+        [T, E] for T = s b tokens and E experts. Experts that are not chosen have the weight 0 and
+        the choice False. If the attribute gives_choices is True, the result is
+        (weights, expert indices), both [T, k] for k experts per token.
 
-        padding_mask: bool [s, b], True for padding. In training this method also counts choices,
-        and attaches the gradient of the balancing losses to the weights; with such losses it is
-        collective over tp_cp_group.
-        """
+        padding_mask: bool [s, b], True for padding; None: no padding. In training with `statistics`
+        set and gradients enabled, this also counts choices. If the load-balancing loss or the z
+        loss is on, it then attaches their gradient to the weights, which is collective over
+        tp_cp_group."""
         config = self.config
         flat = logits.flatten(0, 1)
         scores = scores_of(flat, self.score_function)
@@ -383,8 +400,8 @@ class Router(TopKRouter):
 
 @compiled
 def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Sum the k rows of each token: rows [T k, h] -> [T, h]. places [T, k]: indices of a token's
-    rows."""
+    """Add up the k rows of each token, one from each of its experts: rows [T k, h] -> [T, h] for T
+    tokens. places: [T, k], the indices of a token's rows in `rows`."""
     first, *others = places.unbind(1)
     # one gather after another: a compiled sum over k spreads k over threads and takes 3x as long
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
@@ -394,8 +411,9 @@ def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 class ToExperts(torch.autograd.Function):
-    """Copy each token to a row for each of its k experts: x [T, h] and weights [T, k] -> [T k, h]
-    and [T k], sorted by expert. Local to this rank."""
+    """Copy each of T tokens to k rows, one for each of its experts, and sort the rows by expert:
+    tokens x [T, h] and routing weights [T, k] -> rows [T k, h] and their weights [T k]. Nothing is
+    sent to other ranks."""
 
     @staticmethod
     def forward(
@@ -418,7 +436,8 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """Sum each token's k rows: rows [T k, h], sorted by expert -> [T, h]. Local to this rank."""
+    """Add up the k rows of each of T tokens, one from each of its experts: rows [T k, h], sorted by
+    expert -> [T, h]. Nothing is sent to other ranks."""
 
     @staticmethod
     def forward(
@@ -434,15 +453,18 @@ class FromExperts(torch.autograd.Function):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's all-to-all token dispatcher, with another permutation: tokens are sorted by expert
-    with gathers instead of scattered additions. It takes the router's expert indices, int64 [T, k],
-    and weights [T, k], instead of bool maps."""
+    """megatron's all-to-all dispatcher, which sends tokens to the ranks of their experts, with
+    another way to sort tokens by expert: gathers instead of scattered additions. From the router it
+    takes expert indices, int64 [T, k], and weights [T, k] for k experts per token, instead of bool
+    maps over all experts."""
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy tokens to rows sorted by expert: hidden_states [s, b, h], expert indices and weights
-        [T, k] -> (rows [T k, h], their weights [T k]). Collective like count()."""
+        """Copy each token to k rows, one for each of its experts, and sort the rows by expert ->
+        (rows [T k, h], their weights [T k]). hidden_states: [s, b, h]. experts, weights: the
+        indices and routing weights of each token's k experts, [T, k] for T = s b tokens. It calls
+        count(), and is collective if that is."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
         # a GPU's sort has a kernel for each byte
@@ -456,19 +478,20 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return ToExperts.apply(flat, weights, order, self.tokens, self.places)
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
-        """The number of tokens, from all ranks that share the experts, for each of this rank's
-        experts. chosen: bool [T, E], True where a token of this rank chose an expert. Collective
-        over those ranks."""
+        """The number of tokens that each of this rank's experts gets, from all ranks that share the
+        experts. chosen: bool [T, E] for T tokens of this rank and E experts, True if the token
+        chose the expert. Collective over those ranks."""
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum the k expert outputs of each token: rows sorted by expert [T k, h] -> [s, b, h]."""
+        """Add up the outputs of each token's k experts: rows [T k, h], sorted by expert ->
+        [s, b, h], the shape of the hidden_states given to dispatch_preprocess()."""
         return FromExperts.apply(rows, self.tokens, self.places).view(self.hidden_shape)
 
 
 class LocalDispatcher(Dispatcher):
-    """Dispatcher for a rank that has all experts whole. It exchanges nothing and never waits for
-    the device."""
+    """Dispatcher for a rank that has all experts, each with its whole matrices. It exchanges
+    nothing with other ranks, and never waits for the device."""
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
         return chosen.sum(0)
@@ -476,9 +499,10 @@ class LocalDispatcher(Dispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy tokens to rows sorted by expert, like Dispatcher. If hidden_states has an attribute
-        `again`, a function that computes it once more (see part_quantised.py), the rows get such a
-        function too."""
+        """Copy tokens to rows sorted by expert, with arguments and results as in Dispatcher. If
+        hidden_states has an attribute `again`, a function that computes hidden_states once more
+        (see part_quantised.py), the rows get an attribute `again` that computes the rows once more.
+        """
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         again = getattr(hidden_states, "again", None)
         if again is not None:
@@ -507,8 +531,8 @@ class LocalDispatcher(Dispatcher):
 
 
 def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A parameter filled with ones, on this rank's device, in the model's dtype. Weights from files
-    or a seed replace the ones."""
+    """Create a parameter of the given shape, on this rank's device and in the model's dtype. It is
+    filled with ones, which weights from files or a seed replace later."""
     on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
     return torch.nn.Parameter(torch.ones(shape, **on_device))
 
@@ -516,9 +540,10 @@ def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 def _add_gradient(
     x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """Add the weight gradients of experts to main_grad [n, out, in], in place: for each expert,
-    grad^T x over its rows. x [T, in] and grad [T, out] are sorted by expert; ends [n], int32: where
-    each expert's rows end. With part_triton's kernel, sums are float32 throughout."""
+    """Add the weight gradients of n experts to main_grad [n, out, in], in place: for each expert
+    grad^T x over its rows. x: inputs [T, in], and grad: gradients of the outputs [T, out], both
+    with rows sorted by expert. ends: int32 [n], the index after each expert's last row. If
+    part_triton's kernel computes this, sums are float32 throughout."""
     if compiles(x) and x.itemsize == 2 and main_grad.dtype == torch.float32:
         fused().add_gradient_of_experts(x, grad, ends, main_grad)
     else:
@@ -526,10 +551,13 @@ def _add_gradient(
 
 
 class ExpertsProduct(torch.autograd.Function):
-    """Each expert's rows of x [T, in] times its transposed matrix -> [T, out]. weight: [experts,
-    ..., in], read as [experts, out, in]. ends: int32 [experts], where each expert's rows end. For a
-    weight in model_linears.zeros_from() the result is zeros. Backward adds a trained weight's
-    gradient to its main_grad, and gives megatron's DDP hook an uninitialised tensor instead."""
+    """Autograd function that multiplies the rows of each expert by its transposed matrix: x
+    [T, in], sorted by expert -> [T, out]. weight: [n, ..., in], read as [n, out, in] for n experts.
+    ends: int32 [n], the index after each expert's last row.
+
+    Backward adds a trained weight's gradient to the weight's main_grad, megatron's gradient buffer.
+    As the gradient it returns an uninitialised tensor, for megatron's DDP hook. For a weight inside
+    model_linears.zeros_from(), which marks products that nobody reads, forward gives zeros."""
 
     @staticmethod
     def forward(
@@ -560,9 +588,10 @@ class ExpertsProduct(torch.autograd.Function):
 
 
 class ExpertsBias(torch.autograd.Function):
-    """Rows [T, c] as they are: the activation adds each expert's bias [n, c], detached. Backward
-    gives the bias its gradient, by a matmul with of_expert [T, n], a one-hot matrix of each row's
-    expert: scattered additions would have no fixed order."""
+    """Autograd function through which the biases of experts get their gradient. Forward gives the
+    rows [T, c] back as they are, because the activation adds each expert's bias [n, c], detached.
+    Backward computes the biases' gradient by a matmul with of_expert [T, n], a one-hot matrix of
+    each row's expert: scattered additions would have no fixed order."""
 
     @staticmethod
     def forward(
@@ -578,9 +607,9 @@ class ExpertsBias(torch.autograd.Function):
 
 
 class ExpertBiases(torch.nn.Module):
-    """The biases of this rank's experts for one of their two matrices. The name "bias" exempts the
-    parameter from megatron's weight decay. forward() returns it, because overlap_param_gather hooks
-    wait for it in a call."""
+    """The biases of this rank's experts for one of their two matrices, as a module. The parameter's
+    name "bias" exempts it from megatron's weight decay. forward() returns the parameter: with
+    overlap_param_gather, hooks wait in the call of a module until its parameters have arrived."""
 
     def __init__(self, bias: torch.nn.Parameter):
         super().__init__()
@@ -592,14 +621,14 @@ class ExpertBiases(torch.nn.Module):
 
 class Experts(MegatronModule):
     """SwiGLU experts with stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f], for
-    the n experts on this rank. See forward() for its inputs.
+    the n experts on this rank, the hidden size h and f columns per expert on this rank. See
+    forward() for its inputs. These fields of the config matter:
 
     add_moe_bias: experts have biases too, [n, 2, f] and [n, h], and gpt-oss's activation,
     kernels.weighted_clamped_swiglu, with the limit activation_func_clamp_value. Expert tensor
     parallelism does not split the [n, h] biases.
     moe_grouped_gemm: one grouped GEMM for all experts; otherwise, or if a row or column of the
-    matrices is no multiple of 16 bytes, a loop over experts.
-    """
+    matrices is no multiple of 16 bytes, a loop over experts."""
 
     accumulates = False  # backward adds the gradients of weights to their main_grad
 
@@ -625,7 +654,8 @@ class Experts(MegatronModule):
             self.linear_fc2 = ExpertBiases(self._new_weight(n, h, is_cut=False))
 
     def _new_weight(self, *shape: int, is_cut: bool = True) -> torch.nn.Parameter:
-        """A stacked weight, with attributes that megatron reads. is_cut: axis 2 is sharded over the
+        """Create a parameter that stacks a weight of this rank's experts along axis 0, with the
+        attributes that megatron reads. is_cut: True if axis 2 is sharded over the
         expert-tensor-parallel ranks."""
         weight = new_weight(self.config, *shape)
         # its gradient is summed over the ranks with the same experts, not over all data-parallel
@@ -639,14 +669,15 @@ class Experts(MegatronModule):
         return weight
 
     def accumulate_in_place(self) -> None:
-        """From now on, let grouped GEMMs add the gradients of trained weights to main_grad, DDP's
-        float32 buffers: DDP itself would read and write each gradient once more."""
+        """From now on, let grouped GEMMs add the gradients of trained weights to main_grad, the
+        float32 gradient buffers of megatron's DDP. DDP itself would read and write each gradient
+        once more."""
         self.accumulates = True
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Yield (expert index in the layer, megatron's tensor name such as "linear_fc1.weight",
-        view) for each tensor of each expert on this rank. Matrices have two dimensions, biases
-        one."""
+        """List the tensors of each expert on this rank: yield (the expert's index in the layer,
+        megatron's name such as "linear_fc1.weight", a view of the tensor). Matrices have two
+        dimensions, biases one."""
         n = len(self.fc1)
         for i in range(n):
             number = n * self.ep_group.rank() + i
@@ -659,21 +690,24 @@ class Experts(MegatronModule):
     def forward(
         self, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """x [T, h] sorted by expert, tokens_per_expert [n], routing weights probs [T] -> (outputs
-        times probs [T, h], None). With expert tensor parallelism outputs are partial sums."""
+        """Apply this rank's n experts to their rows -> (outputs times probs [T, h], None). x:
+        [T, h], rows sorted by expert. tokens_per_expert: [n], the number of rows of each expert.
+        probs: [T], the routing weight of each row. With expert tensor parallelism the outputs are
+        partial sums, which the dispatcher adds up over ranks."""
         ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         adapter = beside(self)
 
         def is_grouped(t: torch.Tensor, w: torch.Tensor) -> bool:
-            """True if the grouped GEMM is configured and can take t [T, c] and w [n, out, in] or
-            [T, in]."""
+            """True if moe_grouped_gemm is on and a grouped GEMM can multiply t [T, c] and w, which
+            is [n, out, in] or [T, in]: their sizes but T and n must be multiples of 16 bytes."""
             # it needs rows in multiples of 16 bytes: the smallest adapters have fewer
             sizes = t.shape[-1], *w.shape[1:], max(w.stride()[-2:])
             return self.config.moe_grouped_gemm and not any(s * w.itemsize % 16 for s in sizes)
 
         def multiply(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            """Multiply each expert's tokens in t by its transposed matrix in w [n, out, in]; for t
-            [T, out] and w [T, in], instead t^T w over each expert's rows, [n, out, in]."""
+            """Multiply the rows of each expert in t by the expert's transposed matrix in w
+            [n, out, in]: t [T, in] -> [T, out]. If w is [T, in] instead, with t [T, out]: compute
+            t^T w over each expert's rows -> [n, out, in]."""
             if w.dim() == 2:
                 if is_grouped(t, w):
                     return F.grouped_mm(t.mT, w, offs=ends)
@@ -721,8 +755,10 @@ class Experts(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor}: experts are sharded along the first axis, and their
-        columns f, if a tensor has them, along the third."""
+        """The experts' weights for megatron's distributed checkpoints:
+        {name: megatron's ShardedTensor}. Axis 0 is sharded over the expert-parallel ranks, and axis
+        2, if a tensor has one, over the expert-tensor-parallel ranks. prefix: of the names.
+        sharded_offsets: megatron's description of axes in front. metadata: not used."""
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
         etp = self.etp_group.rank()
@@ -761,8 +797,9 @@ class SwiGLU(MegatronModule):
 
 
 def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
-    """The classes of linears and SwiGLU's module for megatron's MLP. has_norm: with Transformer
-    Engine, the first linear also applies the norm before the MLP."""
+    """Choose the classes that megatron's MLP is built from: its two linears, and SwiGLU as the
+    activation. has_norm: with Transformer Engine, True lets the first linear also apply the norm
+    before the MLP; otherwise it has no effect."""
     column = ColumnLinear
     row = RowLinear
     if config.transformer_impl == "transformer_engine":

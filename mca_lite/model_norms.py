@@ -11,12 +11,12 @@ from .model_moe import new_weight
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension, normalised in float32 as in Hugging Face's
-    decoders. With layernorm_zero_centered_gamma (Gemma), 1 is added to the weight, and the result
-    is rounded after the multiplication.
+    """RMS norm over the last dimension: x / rms(x) * weight, normalised in float32 as in Hugging
+    Face's decoders. With layernorm_zero_centered_gamma (Gemma), 1 is added to the weight, and the
+    result is rounded after the multiplication.
 
-    Under sequence parallelism a rank's gradient of the weight covers only its tokens (or heads);
-    the weight is marked so that megatron sums these gradients.
+    Under sequence parallelism, each rank's gradient of the weight covers only its own tokens (or
+    heads). The weight is marked so that megatron sums these gradients.
     """
 
     def __init__(
@@ -29,11 +29,12 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor | None = None, beside: bool = False) -> Any:
-        """norm(x). If `beside`: (norm(x), x), of which the second is for the residual, so that one
-        kernel can add both gradients in backward (kernels.norm_beside).
+        """Apply the norm -> norm(x). If `beside`: (norm(x), x), of which the second is for the
+        residual; one kernel can then add both gradients in backward (kernels.norm_beside).
 
-        Without x: the weight, for a kernel that includes the norm. Get the weight by this call,
-        because DDP's overlap_param_gather hooks wait for it when the module is called.
+        Without x, the result is the weight, for a kernel that includes the norm. Read the weight by
+        this call: hooks of DDP's overlap_param_gather wait for the weight when the module is
+        called.
         """
         if x is None:
             return self.weight
@@ -65,11 +66,12 @@ class Sharded(torch.nn.Module):
 
 
 class RMSNormOverHeads(Sharded):
-    """RMS norm of queries or keys, over all heads of a token together.
+    """RMS norm of queries or keys over all heads of a token together, rather than over each head.
 
-    x [s, b, heads on this rank, d], weight [heads on this rank * d]. Tensor parallelism shards the
-    weight like the heads; the mean square is taken over all these ranks. Collective over them, if
-    there are several: one all-reduce in each pass.
+    x: [s, b, heads on this rank, d] (s tokens, b sequences, d channels per head); weight: [heads on
+    this rank * d]. Tensor parallelism shards the weight like the heads, and the mean square is
+    taken over the heads of all these ranks. Collective over them, if there are several: one
+    all-reduce in each pass.
     """
 
     heads = "num_attention_heads"  # config field: how many heads share the norm
@@ -94,14 +96,15 @@ class RMSNormOverHeads(Sharded):
 
 
 class RMSNormOverGroups(RMSNormOverHeads):
-    """RMSNormOverHeads for keys: one norm over all query groups."""
+    """RMS norm of keys over all heads of a token together: RMSNormOverHeads, whose number of heads
+    is that of the query groups."""
 
     heads = "num_query_groups"
 
 
 def head_norms(config: TransformerConfig, norm: Any) -> tuple[Any, Any] | None:
-    """(class of the query norm, class of the key norm), or None if the model has no query and key
-    norms. norm: the class to use if each head is normed by itself."""
+    """The classes of the norms of queries and keys, as (of queries, of keys); None if the model has
+    no such norms. norm: the class to use if each head is normed by itself."""
     if config.qk_norm_over_heads:
         return RMSNormOverHeads, RMSNormOverGroups
     return (norm, norm) if config.qk_layernorm else None

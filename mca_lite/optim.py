@@ -42,9 +42,9 @@ from .tables import OPTIMIZERS, ParamGroups, function_of
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
-    """megatron's scheduler, plus get_last_lr() for the log. It sets each parameter group's lr, and
-    its weight_decay to the run's (or the group's start_wd, if it has one) times the group's
-    wd_mult, in any optimizer with param_groups."""
+    """megatron's scheduler of learning rate and weight decay, for any optimizer with param_groups;
+    get_last_lr() is added for the log. A group's weight_decay is set to its wd_mult times the run's
+    weight decay, or times its own start_wd if it has one."""
 
     def step(self, increment: int = 1) -> None:
         """Count `increment` more steps, and set each group's learning rate and weight decay."""
@@ -93,8 +93,8 @@ def decays(name: str, parameter: torch.nn.Parameter) -> bool:
 
 @dataclass
 class NamedOptimizerConfig(OptimizerConfig):
-    """megatron's OptimizerConfig plus `optim`, the optimizer's row in OPTIMIZERS. Checkpoints read
-    the names of its states from that row."""
+    """megatron's OptimizerConfig plus `optim`, the name of the optimizer in the table OPTIMIZERS.
+    Checkpoints read the names of the optimizer's states, such as exp_avg, from that table."""
 
     optim: str = "adam"
 
@@ -102,8 +102,9 @@ class NamedOptimizerConfig(OptimizerConfig):
 def get_optimizer_config(
     args: TrainingArguments, params_dtype: torch.dtype, splits: bool = False
 ) -> NamedOptimizerConfig:
-    """megatron's OptimizerConfig for `args`. splits: True if SplitMasterOptimizer is used
-    (splits_masters)."""
+    """Make megatron's OptimizerConfig from the training arguments. params_dtype: the weights'
+    dtype. splits: True if the optimizer is a SplitMasterOptimizer, which makes the float32 masters
+    of bf16 weights itself."""
     own = dict(
         optim=args.optim,
         # megatron-core has two optimizers; SGD, stateless so far, stands in for any other
@@ -135,13 +136,14 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 class Matrices(NamedTuple):
-    """The Hugging Face matrices, such as q, k and v, that a fused parameter [rows, columns] or
-    stacked experts [n, ..., columns] contain. Muon updates each of them separately.
+    """Tells Muon how to take a parameter apart into the matrices that it updates separately: those
+    of Hugging Face, such as q, k and v in a fused weight. A parameter is [rows, columns], or has
+    stacked experts [n, ..., columns].
 
     groups: number of equally large groups of rows in the whole parameter, such as query groups.
-    Each group has some rows of every matrix. sizes: rows of each matrix in one group. group, axis:
-    the ranks with the parameter's shards, and the axis of [n, rows, columns] along which it is
-    sharded. group None: not sharded."""
+    Each group has some rows of every matrix. sizes: rows of each matrix in one group. group: the
+    ranks among which the parameter is sharded; None: it is not. axis: the axis of [n, rows,
+    columns] along which it is sharded."""
 
     sizes: Sequence[int]
     groups: int = 1
@@ -186,12 +188,11 @@ class SplitMasterOptimizer(FP32Optimizer):
     def multiply(
         self, factor: float | torch.Tensor, grad_norm: torch.Tensor, largest: float | None
     ) -> None:
-        """In the next update, scale gradients by `factor` and clip them.
+        """Prepare the next update: it will scale gradients by `factor` and clip them.
 
         grad_norm: the norm after scaling, a float64 scalar tensor.
         largest: if grad_norm is above it or NaN, the update changes step counts only; None: no
-        limit. No device sync.
-        """
+        limit. No device sync."""
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
         if largest is not None:
             shrink = shrink.where(grad_norm.le(largest), float("nan"))
@@ -255,15 +256,17 @@ def create_megatron_optimizer(
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers that megatron chains, as the chain's own list, which callers may change; for
-    an unchained optimizer a list of one; [] for None."""
+    """The optimizers that megatron chains, such as one for experts, as a list: [optimizer] if
+    nothing is chained, [] for None. For chained ones it is the chain's own list: a caller that
+    changes it changes the chain."""
     return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.Optimizer:
-    """The torch optimizer to use inside `part`, one of megatron's optimizers. It is the one
-    megatron made, with a fused update if it is torch's AdamW; or one made by the row of OPTIMIZERS,
-    if megatron lacks it or moments are in 16 or 8 bits."""
+    """Choose the torch optimizer inside `part`, one of megatron's optimizers. If megatron lacks
+    args.optim, or moments are in 16 or 8 bits, it is made from the optimizer's row in OPTIMIZERS.
+    Otherwise it is the one that megatron made, with one fused kernel per update if it is torch's
+    AdamW."""
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
     if row.megatron is None or {"bf16", "8bit"} & {args.exp_avg_dtype, args.exp_avg_sq_dtype}:
@@ -318,14 +321,13 @@ class GivenScheduler:
 def given_optimizers(
     optimizers: tuple[Any, Any], model: torch.nn.Module, is_megatron: bool
 ) -> tuple[Any, Any]:
-    """(optimizer or None, GivenScheduler or None) from the `optimizers` argument of transformers'
-    Trainer.
+    """Check the argument `optimizers` of a trainer, (torch optimizer, its scheduler or None) as in
+    transformers -> (optimizer, GivenScheduler or None). (None, None) stays as it is.
 
     Without a scheduler, lr_scheduler_type applies: each group keeps its weight decay, and its
-    learning rate is the schedule's maximum. ValueError unless the optimizer is torch's and updates
-    exactly the model's trained parameters, for a scheduler that is not this optimizer's or does not
-    count steps, and if is_megatron for either.
-    """
+    learning rate is the schedule's maximum. ValueError for an optimizer that is not torch's, or
+    does not update exactly the model's trained parameters; for a scheduler of another optimizer, or
+    one that does not count steps (ReduceLROnPlateau); with is_megatron for any but (None, None)."""
     if optimizers == (None, None):
         return optimizers
     optimizer, scheduler = optimizers
@@ -386,9 +388,9 @@ def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
 
 
 def load_scaler_states(scalers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Restore fp16 loss scalers from scaler_states(); constant scalers are not changed. If the
-    layout changed and there are more scalers than states, the remaining scalers take the last
-    state: all scalers see the same overflows."""
+    """Restore fp16 loss scalers. states: from scaler_states(). Constant scalers are not changed. If
+    the parallel layout changed and there are more scalers than states, the remaining scalers take
+    the last state, because all scalers see the same overflows."""
     for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
         if isinstance(scaler, DynamicGradScaler):
             scale = torch.tensor([state["scale"]], dtype=torch.float32)

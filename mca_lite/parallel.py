@@ -130,9 +130,8 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Context manager in which rank() and world_size(), and so this module's collectives over all
-    ranks and the torch backend, see a world of one rank: one rank can compute while the others
-    wait."""
+    """Context manager in which one rank can compute while the others wait: rank() and world_size(),
+    the collectives of this module over all ranks, and the torch backend see a world of one rank."""
     global _is_alone
     _is_alone = True
     try:
@@ -188,10 +187,9 @@ def start_process_group(timeout_s: float = 1800) -> None:
 
 
 def _store_of_all(timeout: datetime.timedelta) -> Any:
-    """The key-value store by which all ranks meet: torchrun's, or one that rank 0 holds. Rank 0, if
-    it holds the store, waits until all ranks have connected; DistError names up to eight that have
-    not.
-    """
+    """Connect to the key-value store by which all ranks meet: torchrun's, or one that rank 0 holds.
+    timeout: limit for waiting, an hour at most while ranks connect. If rank 0 holds the store, it
+    waits until all ranks have connected, and raises DistError with up to eight that have not."""
     here = world.current()
     limit = min(timeout, _MEET)
     if not here.is_main:
@@ -325,8 +323,8 @@ def pipeline_rank() -> int:
 
 
 def gather_given(value: dict[Any, Any]) -> dict[int, dict[Any, Any]]:
-    """{rank: value} for the ranks whose value is not empty, on every rank. Collective: a gather of
-    flags, and one broadcast per such rank.
+    """Collect the values of the ranks whose value is not empty -> {rank: value}, on every rank.
+    Collective: a gather of flags, and one broadcast per such rank.
 
     gather() would pad every value to the longest: if one rank of a thousand has a value, it would
     send a thousand times its size.
@@ -344,9 +342,9 @@ def cut_group(of_expert: bool) -> dist.ProcessGroup:
 
 
 def replica_group(of_expert: bool) -> dist.ProcessGroup:
-    """megatron's process group of the ranks that hold the same shard of a tensor: the
-    expert-data-parallel group if of_expert, otherwise the data-parallel group with context
-    parallelism."""
+    """megatron's process group of the ranks that hold the same shard of a tensor. For an expert's
+    tensor (of_expert) it is the expert-data-parallel group; otherwise the data-parallel group,
+    context parallelism included."""
     if of_expert:
         return mpu.get_expert_data_parallel_group()
     return mpu.get_data_parallel_group(with_context_parallel=True)
@@ -384,9 +382,9 @@ def exchange(
 
 
 def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> torch.Tensor | None:
-    """Send a tensor from rank `sender` to the main rank. Returns it on the main rank, and `tensor`
-    unchanged elsewhere. form: a tensor with its shape and dtype. Only these two ranks communicate.
-    """
+    """Send a tensor from rank `sender` to the main rank, and return it there; any other rank gets
+    back the `tensor` that it passed. form: a tensor with the shape and dtype of the one that is
+    sent. Only these two ranks communicate."""
     if sender == rank() != 0:
         exchange({0: tensor.to(device()).contiguous()}, {})
     if sender != 0 and is_main():
@@ -396,11 +394,11 @@ def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> tor
 
 
 def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
-    """On the main rank, yield (name, {rank: that rank's tensor, on the CPU}), one name at a time;
-    elsewhere nothing.
+    """Send tensors of all ranks to the main rank, which yields (name, {rank: that rank's tensor, on
+    the CPU}), one name at a time. Other ranks yield nothing, but must iterate to the end too.
 
-    tensors: {name: tensor} of this rank. Every rank must iterate to the end. Collective: the names
-    are gathered, then each tensor of another rank is one message.
+    tensors: {name: tensor} of this rank. Collective: the names are gathered, then each tensor of
+    another rank is one message.
     """
     forms = gather_given({name: tensor.to("meta") for name, tensor in tensors.items()})
     for name in dict.fromkeys(itertools.chain(*forms.values())):
@@ -504,8 +502,8 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_gradients(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The identity in forward; in backward the gradient is summed over the group. Collective in
-    backward.
+    """Return x as it is in forward; in backward, sum the gradient of x over the group. Collective
+    in backward.
 
     x must be the same on all ranks of the group. megatron's copy_to (0.16) does not sum a
     non-contiguous gradient, as after a split.

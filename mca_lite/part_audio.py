@@ -34,7 +34,8 @@ _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 
 
 class OfColumn(tuple[Any]):
-    """A value from a record's column of audios, marked so that it is not taken for an image."""
+    """A tuple of one value, from a record's column of audios. The type marks it as an audio,
+    because values of image columns stand in the same list."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def num_tokens(frames: int, window: int) -> int:
-    """The number of placeholder tokens for an audio, one per feature of the audio module. frames:
-    length of the audio's spectrum. window: n_window of the audio module, half the frames of a chunk
-    that it encodes. Source: transformers, whose 13 tokens for a full chunk fit an n_window of 50.
-    """
+    """The number of placeholder tokens for an audio: one per feature that the audio module
+    computes. The module encodes the audio's spectrum in chunks of 2 * window frames. frames: length
+    of the spectrum. window: n_window in the module's config. A full chunk has 13 tokens, as in
+    transformers, which fits a window of 50."""
     chunks, rest = divmod(frames, 2 * window)
     for _ in range(3):  # convolutions of stride 2
         rest = (rest + 1) // 2
@@ -118,12 +119,12 @@ def num_tokens(frames: int, window: int) -> int:
 
 @dataclass(kw_only=True)
 class Hearing(VideoVision):
-    """Reads the images, videos and audio of records, and places them among the tokens, for one
-    model.
+    """Reads the images, videos and audio of records for one model, and places them among the
+    tokens.
 
-    sound: the text that stands for an audio in a conversation; contains its placeholder once.
-    audio_id: the placeholder's token id. window: n_window of the audio module, half the frames of a
-    chunk that it encodes.
+    sound: the text that stands for an audio in a conversation; it contains the placeholder once.
+    audio_id: the placeholder's token id. window: half the frames of a chunk that the audio module
+    encodes (its config's n_window).
     """
 
     sound: str
@@ -212,8 +213,8 @@ class Hearing(VideoVision):
     # -- among the tokens
 
     def _frames(self, audio: Audio, where: str) -> int:
-        """The number of frames in an audio's spectrum, from the file's header. ValueError, naming
-        `where`, if the audio is too short."""
+        """The number of frames that an audio's spectrum will have, computed from the file's header
+        alone. ValueError, naming the record by `where`, if the audio is too short."""
         _, count, rate = read_sound(audio, where, frames=False)
         samples, least = math.ceil(count * _RATE / rate), self.extractor.n_fft // 2 + 1
         expect(
@@ -231,9 +232,10 @@ class Hearing(VideoVision):
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
-        """The log-mel spectrum [frames, bins] of an audio; ValueError if its file has changed since
-        it was tokenised. For images and videos, the pixel values that VideoVision.pixels
-        returns."""
+        """The contents of an input for the model. placed: a Placed, the input with the facts that
+        were read when it was tokenised. For an audio, its log-mel spectrum [frames, bins];
+        ValueError if its file has changed since. For images and videos, the pixel values that
+        VideoVision.pixels returns."""
         audio = placed.picture
         if audio.kind != "audio":
             return super().pixels(placed)
@@ -274,8 +276,9 @@ class Hearing(VideoVision):
 
 
 class AudioStore(VideoStore):
-    """A VideoStore that stores audios too. The record of an audio is a list: that of a picture,
-    with "audio" as its last item."""
+    """Stores the images, videos and audios of a token-cache shard. For an audio, the stored record
+    is a list: the record of an image with "audio" added as the last item. The rest is VideoStore's.
+    """
 
     def write(self, picture: Any, data: Any) -> Any:
         if picture.kind != "audio":

@@ -21,8 +21,9 @@ _COLUMNS = ("input_features", "audio_lengths", "audio_grid")
 
 
 def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tensor:
-    """Run the audio module -> its features [n, h]. spectra: log-mel spectra of all audios end to
-    end, [frames, bins]; None: one chunk of zeros. lengths: int64 [audios], frames in each."""
+    """Run the audio module on spectra -> its features [n, h] for all audios. spectra: log-mel
+    spectra of the audios one after another, [frames, bins]; None: one chunk of zeros is used.
+    lengths: int64 [audios], frames of each audio."""
     weight = module.conv_out.weight
     if spectra is None:  # bf16 convolutions of a frame or two have gradients that are NaN on CPUs
         spectra = weight.new_zeros(2 * module.n_window, module.num_mel_bins)
@@ -31,8 +32,9 @@ def heard(module: Any, spectra: torch.Tensor | None, lengths: Any) -> torch.Tens
 
 
 def for_thinker(columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a batch -> the same as keyword arguments of transformers' thinker: spectra padded
-    to one length, [audios, bins, frames], with a mask of their frames."""
+    """Turn columns of a batch into keyword arguments of transformers' model for text, images and
+    audio (its "thinker"). Spectra, stored one after another, become [audios, bins, frames], padded
+    to one length, with a mask of their frames."""
     named = {name: column for name, column in columns.items() if name not in _COLUMNS}
     if (seconds := named.pop("second_per_grid_ts", None)) is not None:
         named["video_second_per_grid"] = seconds
@@ -46,7 +48,7 @@ def for_thinker(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 class Towers(Tower):
-    """transformers' vision module and audio module, as one module."""
+    """transformers' vision module (for images and videos) and audio module, as one module."""
 
     def __init__(self, config: McaModelConfig):
         super().__init__(config)
@@ -62,14 +64,13 @@ class Towers(Tower):
         audio_lengths: torch.Tensor | None = None,
         audio_grid: Any = None,
     ) -> list[torch.Tensor] | None:
-        """Compute the features of a micro-batch's images and audios: [embedded, *deepstack], each
-        [n + 1, h] with a row of zeros first, then the features of images, then those of audios
-        (zeros in deepstack). With autograd, if either module is trained, one without input in the
-        micro-batch runs on zeros, and these features come last. None if neither module runs.
+        """Compute the features of a micro-batch's images and audios -> [embedded, *deepstack], each
+        [n + 1, h]: a row of zeros, then the features of images, then those of audios (zeros in
+        deepstack). None if neither module runs.
 
-        input_features: [frames, bins], spectra end to end. audio_lengths: frames of each audio.
-        audio_grid is not used.
-        """
+        With autograd, if either module is trained, both run: one without input in the micro-batch
+        runs on zeros, and its features come last. input_features: [frames, bins], spectra one after
+        another. audio_lengths: frames of each audio. audio_grid is not used."""
         is_idle = not (self.is_trained and torch.is_grad_enabled())
         found: list[tuple[bool, list[torch.Tensor]]] = []
         if pixel_values is not None or not is_idle:
@@ -121,8 +122,9 @@ class Hears(Pictures):
         return inputs, positions
 
     def work(self, model: Any) -> InputWork:
-        """Pictures.work, with the audio tower's FLOPs per frame of spectrum: chunks and windows of
-        attention count as if they were full."""
+        """FLOPs of the input modules: those of Pictures.work for images and videos, and the audio
+        module's per frame of spectrum. The audio module's chunks and attention windows count as if
+        they were full. model: tells which modules are trained."""
         audio = self.whole.audio_config
         chunk = 2 * audio.n_window
         width = audio.d_model

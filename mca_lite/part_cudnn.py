@@ -34,8 +34,9 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if torch's checks allow cuDNN's attention for q, k and v [b, heads, s, d], and q and v
-    have one head size. False on a CPU and with deterministic algorithms."""
+    """True if cuDNN's attention can be used for these q, k and v, [b, heads, s, d] each: torch's
+    checks allow it, and q and v have one head size. False on a CPU and with deterministic
+    algorithms."""
     from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
@@ -47,9 +48,10 @@ def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Any, ...]:
-    """Attention without dropout of q [b, n, s, d] to k and v [b, g, t, d]: by cuDNN on a GPU, by
-    torch's flash kernel on a CPU -> (output [b, n, s, d], log-sum-exps [b, n, s, 1], further values
-    that _backward needs). scale: None for d^-0.5."""
+    """Attention without dropout, by cuDNN on a GPU, by torch's flash kernel on a CPU -> (output [b,
+    n, s, d], log-sum-exps [b, n, s, 1], further values that _backward needs). q [b, n, s, d]: s
+    queries in n heads. k and v [b, g, t, d]: t keys in g heads. scale: a factor on scores; None:
+    d^-0.5."""
     if not q.is_cuda:
         out, lse = _CPU(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse.unsqueeze(-1), ()
@@ -68,9 +70,9 @@ def _backward(
     is_causal: bool,
     scale: float | None,
 ) -> Any:
-    """Gradients of q, k and v for one call of _forward. grad: gradient of the output. out and lse:
-    output and log-sum-exps of attention over all keys of the segment, including the keys of the
-    segment's other call. more: the further values that _forward returned."""
+    """Gradients of q, k and v for one call of _forward. The call may have covered only some of the
+    keys that the queries see; out and lse are the output and log-sum-exps over all of these keys.
+    grad: the gradient of that output. more: the further values that _forward returned."""
     if not q.is_cuda:
         return _CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), 0.0, is_causal, scale=scale)
     cum_q, cum_k, max_q, max_k, seed, offset = more
@@ -82,8 +84,8 @@ def _backward(
 def causal_by_cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal softmax(q k^T scale) v for as many queries as keys: cuDNN's operator, called without
-    scaled_dot_product_attention's choice of a kernel.
+    """Causal attention softmax(q k^T scale) v for as many queries as keys, by a direct call of
+    cuDNN's operator, where scaled_dot_product_attention might choose another kernel.
 
     q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. scale: None for d^-0.5.
     Only for tensors that suits_cudnn() accepts."""
@@ -127,15 +129,16 @@ def packed_by_cudnn(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v for a packed row, causal inside each document, by the operator of
-    nvidia-cudnn-frontend. torch's call of the same cuDNN kernel is not used: it rebuilds the cuDNN
-    graph each time, and its gradients are wrong (torch 2.11).
+    """Attention softmax(q k^T scale) v in a packed row (several documents in one row), causal
+    inside each document, by the operator of nvidia-cudnn-frontend. torch's call of the same cuDNN
+    kernel is not used: it rebuilds the cuDNN graph each time, and its gradients are wrong (torch
+    2.11).
 
-    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout; this rank must
-    hold the whole row, in order. scale: None for d^-0.5. window: how many keys a query sees, its
-    own token's included; None: all. The first call with a kind of heads, scale and window starts a
-    thread that builds graphs for foreseen_sizes.
-    """
+    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e], for t tokens. layout: the row's RowLayout
+    (document borders and the like); this rank must hold the whole row, in order. scale: None for
+    d^-0.5. window: how many keys a query sees, its own token's included; None: all. The first call
+    with new head shapes, strides, dtypes, scale or window starts a thread that builds cuDNN graphs
+    for the row sizes in foreseen_sizes."""
     heads = q, k, v
     keys = dict(attn_scale=scale or q.shape[-1] ** -0.5, is_causal=True, window_left=window or -1)
     like = [(x.shape[1:], x.stride(), x.dtype) for x in heads]
@@ -150,9 +153,11 @@ def packed_by_cudnn(
 def _by_frontend(
     heads: Sequence[torch.Tensor], keys: dict[str, Any], borders: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Attention by nvidia-cudnn-frontend's operator -> [t, n, e]. heads: (q, k, v), each [t, heads,
-    channels]. keys: further keyword arguments of the operator. borders, longest: cu_seqlens and
-    longest document, rounded as in RowLayout.varlen_of_graph."""
+    """Call nvidia-cudnn-frontend's attention operator for a packed row of t tokens -> the output
+    [t, n, e]. heads: (q, k, v), each [t, heads, channels]. keys: further keyword arguments of the
+    operator, such as attn_scale. borders: cu_seqlens (where documents begin and end). longest:
+    tokens in the longest document. Both come rounded to few sizes, as in RowLayout.varlen_of_graph.
+    """
     sizes = dict(cu_seqlens_q=borders, cu_seqlens_kv=borders)
     sizes |= dict(max_seqlen_q=longest, max_seqlen_kv=longest)
     return torch.ops.cudnn.sdpa_fwd(*heads, **keys, **sizes)[0]
@@ -166,10 +171,10 @@ ROWS_FORESEEN = 64
 
 
 def foresee(rows: Iterator[dict[str, Any]]) -> None:
-    """Replace foreseen_sizes by the sizes of this rank's first packed rows, for which
-    packed_by_cudnn() lets a thread build the cuDNN graphs. rows: micro-batches with cu_seqlens;
-    they are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper; otherwise no
-    sizes are foreseen."""
+    """Note the sizes of this rank's first packed rows in foreseen_sizes, in place of earlier ones,
+    so that packed_by_cudnn() can let a thread build their cuDNN graphs. rows: micro-batches with
+    cu_seqlens; they are read only if nvidia-cudnn-frontend is installed and the GPU is a Hopper;
+    otherwise no sizes are noted."""
     foreseen_sizes.clear()
     planned_kinds.clear()
     device = parallel.device()
@@ -178,8 +183,9 @@ def foresee(rows: Iterator[dict[str, Any]]) -> None:
 
 
 def first_sizes(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
-    """Yield (tokens, documents, longest document) of the first ROWS_FORESEEN packed rows, the last
-    two rounded as in varlen_of_graph. rows: micro-batches with input_ids and cu_seqlens."""
+    """Yield the sizes of the first ROWS_FORESEEN packed rows: (tokens, number of documents, tokens
+    in the longest document). The last two are rounded to few values, as in
+    RowLayout.varlen_of_graph. rows: micro-batches with input_ids and cu_seqlens."""
     for row in itertools.islice(rows, ROWS_FORESEEN):
         layout = row_layout(row["cu_seqlens"], 1, 0, torch.device("cpu"))
         borders, longest = layout.varlen_of_graph
@@ -215,10 +221,11 @@ keepers: list[Callable[..., Any]] = []
 
 class SegmentAttention(torch.autograd.Function):
     """Attention softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see only keys
-    k0:k1. It is causal: the last query sees all of these keys, each query before it one key less.
+    k0:k1. It is causal: a segment's last query sees all of its keys, each query before it one key
+    less.
 
-    q [t, b, n, d], k and v [T, b, g, d], n a multiple of g (on a CPU n = g) -> [t, b, n * d]. Each
-    query is in one segment."""
+    q [t, b, n, d] (t queries, n heads), k and v [T, b, g, d] (T keys, g heads), n a multiple of g
+    (on a CPU n = g) -> [t, b, n * d]. Each query is in one segment."""
 
     @staticmethod
     def forward(
@@ -259,8 +266,9 @@ class SegmentAttention(torch.autograd.Function):
 
 
 def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list[Any], list[Any]]:
-    """Forward pass of SegmentAttention -> (out [t, b, n, d], the log-sum-exps of each segment, the
-    further values that _backward needs for each segment)."""
+    """Forward pass of SegmentAttention, with the same arguments -> (output [t, b, n, d]; a list
+    with the log-sum-exps of each segment; a list with the further values that _backward needs for
+    each segment)."""
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     saved = []
@@ -282,10 +290,10 @@ def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, lis
 def _parts(
     segments: Iterable[tuple[int, int, int, int]],
 ) -> Iterator[tuple[slice, slice, slice | None]]:
-    """Split each segment's keys in two, for two attention calls. A segment (q0, q1, k0, k1):
-    queries q0:q1 see keys k0:k1. Yields slices (queries; the segment's last keys, as many as it has
-    queries, for the causal call; the keys before these for the call without a mask, or None if
-    there are none)."""
+    """Split the keys of each segment in two, for two attention calls. A segment (q0, q1, k0, k1):
+    queries q0:q1 see keys k0:k1. Yields slices (queries, own keys, keys before). Own keys are the
+    last ones, as many as there are queries, for a causal call. The keys before them are for a call
+    without a mask; None if there are none."""
     for q0, q1, k0, k1 in segments:
         own = k1 - (q1 - q0)
         yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None
@@ -294,8 +302,8 @@ def _parts(
 def _cut(
     heads: Sequence[torch.Tensor], rows: slice, keys: slice
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views: the queries `rows` and the keys and values `keys` of one attention call. heads: (q, k,
-    v) or their gradients, each [b, heads, tokens, d]."""
+    """Cut out the tensors of one attention call, as views: the queries `rows`, the keys `keys` and
+    the values `keys`. heads: (q, k, v) or their gradients, each [b, heads, tokens, d]."""
     q, k, v = heads
     return q[:, :, rows], k[:, :, keys], v[:, :, keys]
 
@@ -307,10 +315,12 @@ def join(
     lse2: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Combine attention outputs over two sets of keys by their log-sum-exps; the output is written
-    to `out` -> the log-sum-exps over both sets.
+    """Combine two attention outputs of the same queries over different keys into the output over
+    all of these keys, by their log-sum-exps. It is written to `out` -> the log-sum-exps over all of
+    the keys.
 
-    first, second, out: [q, b, n, d]; lse1, lse2 and the result: [b, n, q, 1]."""
+    first, second: the two outputs. lse1, lse2: their log-sum-exps. Shapes: first, second, out [q,
+    b, n, d]; lse1, lse2 and the result [b, n, q, 1]."""
     if not compiles(first):
         lse = torch.logaddexp(lse1, lse2)
         by1, by2 = ((x - lse).exp().permute(2, 0, 1, 3) for x in (lse1, lse2))

@@ -23,9 +23,8 @@ COLUMN = "dataset_index"
 
 
 class Numbered(View):
-    """A view of a TokenDataset that adds the column "dataset_index" to each document: the index of
-    the shard (one per dataset) that it comes from. Other attributes are the TokenDataset's.
-    """
+    """A view of a TokenDataset that adds to each document the column "dataset_index": the index of
+    the dataset that it comes from (of its Shard). Other attributes are the TokenDataset's."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
@@ -68,10 +67,10 @@ class EachDataset(TrainerCallback):
     def _measured(
         self, trainer: Any, batch: Batch, loss_func: Callable[..., Any], output: Any
     ) -> tuple[Any, ...]:
-        """Call loss_func(output) -> its (total, count, metrics), with "loss/<name>" added to
-        metrics for each dataset: float32 [2], (sum, count) of the losses of its tokens or samples
-        on this rank. batch: the micro-batch. ValueError if the trainer's loss does not set
-        `trainer.terms`."""
+        """Compute the loss of a micro-batch by loss_func(output) -> its (total, count, metrics).
+        metrics gets "loss/<name>" for each dataset: float32 [2], (sum, count) of the losses of this
+        dataset's tokens or samples on this rank. ValueError if the trainer's loss does not set
+        `trainer.terms`, from which they are summed."""
         trainer.terms = None
         total, count, metrics = loss_func(output)
         expect(
@@ -86,12 +85,12 @@ class EachDataset(TrainerCallback):
         return total, count, metrics
 
     def _sums(self, backend: Any, batch: Batch, labels: Any, losses: torch.Tensor) -> torch.Tensor:
-        """float64 [datasets, 2]: sum and count of each dataset's losses in this rank's share of a
-        micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
+        """Sum the losses in this rank's share of a micro-batch by dataset -> float64 [datasets, 2],
+        (sum, count). Zeros if the batch lacks the dataset index, as in an evaluation.
 
-        labels, losses: trainer.terms, of tokens [b, s] or of samples [n]. labels: int64 with
-        IGNORE_INDEX where a loss does not count, or a mask of those that do; or part_mtp.Targets,
-        with losses [b, s, 1 + layers].
+        labels, losses: as in trainer.terms, [b, s] for tokens or [n] for n samples. labels: int64
+        with IGNORE_INDEX for a loss that does not count, or a mask of those that do. For
+        multi-token prediction, labels are part_mtp.Targets, and losses are [b, s, 1 + layers].
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels

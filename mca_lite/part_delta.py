@@ -124,10 +124,11 @@ def _chunk_parts(
     documents: torch.Tensor,
     size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute for all chunks of `size` tokens at once what does not depend on the state before a
-    chunk: (queries times the decay since the chunk before [.., C, k], attention scores within the
-    chunk [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n,
-    chunks. The other arguments are those of gated_delta_rule."""
+    """The part of the gated delta rule that does not depend on the state before a chunk, for all
+    chunks of `size` tokens at once: (queries times the decay since the chunk before [.., C, k],
+    attention scores within the chunk [.., C, C], and the four arguments of ChunkStates). C is
+    `size`, k the key channels; the dimensions before are b, n, chunks. The other arguments are
+    those of gated_delta_rule."""
     q, k, v, g, beta = (_chunks(x, size) for x in (query, key, value, decay, beta))
     q = _of_length_one(q) * q.shape[-1] ** -0.5
     k = _of_length_one(k)
@@ -161,9 +162,9 @@ def _outputs(
     states: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Outputs of all chunks [s, b, n, v] in `dtype`, where s is chunks * C: each query reads the
-    state before its chunk, and what tokens in its chunk wrote. q, scores: from _chunk_parts.
-    written, states: from ChunkStates."""
+    """Compute the outputs of all chunks [s, b, n, v] in `dtype`, where s is chunks * C: each query
+    reads the state before its chunk, and the values that tokens in its chunk wrote. q, scores: from
+    _chunk_parts. written, states: from ChunkStates."""
     out = (q @ states + scores @ written).flatten(2, 3)
     return out.permute(2, 0, 1, 3).to(dtype)
 
@@ -347,10 +348,10 @@ def delta_rule(
     documents: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Outputs [s, b, n, v] of the gated delta rule (linear attention): by flash-linear-attention's
-    kernels if value is on CUDA, not float32, and why_no_fla() is None; otherwise by
-    gated_delta_rule, where the other arguments are described. borders: cu_seqlens of a packed row;
-    None: rows are not packed."""
+    """Outputs [s, b, n, v] of the gated delta rule (linear attention). Computed by
+    flash-linear-attention's kernels if value is on CUDA, not float32, and why_no_fla() is None;
+    otherwise by gated_delta_rule. borders: cu_seqlens of a packed row; None: rows are not packed.
+    Other arguments: as in gated_delta_rule."""
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
@@ -426,12 +427,12 @@ class GatedDeltaNet(RowModule):
     """Linear attention (gated delta net), used in some layers instead of SelfAttention.
 
     [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, None); under context
-    parallelism s counts this rank's tokens. in_proj's rows are grouped by key head: its query and
-    key, then for its value heads the values, gates, b and a. Tensor parallelism shards the key
-    heads. Context parallelism shards them further, because a state needs all earlier tokens: its
-    ranks exchange tokens for heads. Collectives: those of the linears and of GatedNorm; under
-    context parallelism an all-to-all before and after the delta rule.
-    """
+    parallelism s counts this rank's tokens. The rows of in_proj are grouped by key head: its query
+    and key, then for its value heads the values, gates, b and a.
+
+    Tensor parallelism shards the key heads. Context parallelism shards them further: a state needs
+    all earlier tokens, so its ranks exchange tokens for heads. Collectives: those of the linears
+    and of GatedNorm; under context parallelism an all-to-all before and after the delta rule."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
@@ -460,13 +461,13 @@ class GatedDeltaNet(RowModule):
 
     @staticmethod
     def costs(config: TransformerConfig, facts: Any) -> float:
-        """Estimated bytes per token on this rank that a gated delta net, without the norm before it
-        and without the layer's MLP, saves for the backward pass. Without the kernels of
-        flash-linear-attention, torch operations save float32 tensors instead, among them matrices
-        and one state for each chunk of tokens; where they are compiled, which a packed row's may
-        not be, fewer than on a CPU: those that torch's partitioner keeps of both passes. facts:
-        what one tensor costs, as part_long_costs computes it (bytes per value, whether kernels are
-        compiled)."""
+        """Estimate the bytes per token on this rank that a gated delta net saves for the backward
+        pass, without the norm before it and without the layer's MLP.
+
+        Without the kernels of flash-linear-attention, torch operations save float32 tensors, among
+        them matrices and one state for each chunk of tokens; if kernels are compiled, fewer than
+        on a CPU are counted, although those of a packed row may run uncompiled. facts: _Facts of
+        part_long_costs (bytes per value, whether kernels are compiled)."""
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
         k = config.linear_key_head_dim
@@ -504,9 +505,10 @@ class GatedDeltaNet(RowModule):
     def _heads(
         self, mixed: torch.Tensor, documents: torch.Tensor, borders: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run convolution, delta rule and norm: projections `mixed` [s, b, g, sum of widths] of the
-        whole row -> [s, b, n, v]. g and n count this rank's key and value heads. documents: int64
-        [s], each token's document index. borders: cu_seqlens of a packed row, or None."""
+        """Run convolution, delta rule and norm of the layer on this rank's heads: mixed, the
+        projections of the whole row [s, b, g, sum of widths] -> [s, b, n, v]. g and n count this
+        rank's key and value heads. documents: int64 [s], each token's document index. borders:
+        cu_seqlens of a packed row, or None."""
         convolved, gate, beta, a = mixed.split(self.widths, -1)
         weight = self._of_rank(self.conv1d())
         convolved = causal_convolution(convolved.flatten(2), weight, documents)
@@ -526,8 +528,8 @@ class GatedDeltaNet(RowModule):
         return self.norm(out, gate.reshape(out.shape))
 
     def _of_rank(self, weight: torch.Tensor) -> torch.Tensor:
-        """This context-parallel rank's part of a weight with heads or channels along its first
-        dimension."""
+        """This context-parallel rank's part of a weight, cut along its first dimension, which has
+        heads or channels."""
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def sharded_state_dict(

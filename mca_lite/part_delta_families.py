@@ -31,9 +31,10 @@ _LINEAR = {
 
 
 def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
-    """Yield the Rows that map a gated delta net's megatron names to Hugging Face names. inputs: the
-    Hugging Face modules that in_proj fuses, such as "in_proj_qkvz in_proj_ba". kind: how their rows
-    are ordered, "delta" or, if they are grouped by key head, "delta_grouped"."""
+    """Yield the Rows of a gated delta net (a linear attention layer); a Row is a megatron tensor
+    and the Hugging Face tensors that it is made from. inputs: the Hugging Face modules whose
+    weights megatron's in_proj joins, such as "in_proj_qkvz in_proj_ba". kind: how their rows are
+    ordered: "delta", or, if they are grouped by key head, "delta_grouped"."""
 
     def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         hf = tuple(f"{HF_LAYERS}linear_attn.{name}.weight" for name in modules.split())
@@ -49,17 +50,20 @@ def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
 
 
 def delta_attention(*of_delta_net: str) -> Iterator[Row]:
-    """Yield the attention Rows of a model in which some layers have softmax attention, with norms
-    of queries and keys, and the others a gated delta net. of_delta_net: arguments of delta_rows."""
+    """Yield the attention Rows (how megatron tensors map to Hugging Face's) of a model with two
+    kinds of layers: some with softmax attention and norms of queries and keys, the others with a
+    gated delta net. of_delta_net: the arguments of delta_rows."""
     for row in attention(norm=True):
         yield replace(row, layers="attention")
     yield from delta_rows(*of_delta_net)
 
 
 def parts_of(kind: str, config: Any) -> list[int]:
-    """Row counts, in the whole model, of the parts that a gated delta net's megatron tensor is made
-    of, in the order of Hugging Face's tensors. kind "delta": [q, k, v, z, b, a], where z are the
-    gates; "delta_grouped": [q + k + v + z, b + a]; "delta_convolution": [q, k, v]."""
+    """The sizes of the blocks that are joined in one megatron tensor of a gated delta net, in rows
+    of the whole model's tensor, in the order of Hugging Face's tensors. kind: the tensor's kind in
+    its Row. "delta": [q, k, v, z, b, a], where z are the gates and b and a have a row per value
+    head; "delta_grouped": [q + k + v + z, b + a]; "delta_convolution": [q, k, v]. config: the
+    model's."""
     of_keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     of_values = heads * config.linear_value_head_dim

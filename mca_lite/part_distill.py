@@ -100,16 +100,17 @@ class DistillConfig(ObjectiveConfig):
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """The summands p log(p / q) of KL(p, q), from log-probabilities."""
+    """The summands p log(p / q) of the KL divergence KL(p, q), elementwise from log p and log q."""
     return log_p.exp() * (log_p - log_q)
 
 
 def divergence_terms(
     log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig
 ) -> torch.Tensor:
-    """The summands of the configured divergence between the teacher's and the student's
-    distribution, from their log-probabilities log_p and log_q, in the same shape.
-    """
+    """The summands of the configured divergence between teacher and student. log_p:
+    log-probabilities of the teacher. log_q: those of the student, in the same shape, which the
+    result has too. The divergence is the sum over the last axis: the vocabulary, or a stored row's
+    k tokens and the event of all others."""
     if config.divergence == "forward_kl":
         return _kl(log_p, log_q)
     if config.divergence == "reverse_kl":
@@ -120,8 +121,9 @@ def divergence_terms(
 
 
 def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A copy of values [n, columns], which has a column for each of this rank's token ids, with
-    -inf in the columns of `tokens` [n, k], global token ids."""
+    """A copy of `values` in which the given tokens are ruled out by -inf. values: [n, columns], a
+    column for each token id of this rank's shard of the vocabulary. tokens: [n, k], token ids of
+    the whole vocabulary; ids in other ranks' shards change nothing."""
     column, here = logits.head.place(tokens)
     columns = values.shape[1]
     hidden = values.new_zeros(len(values), columns + 1, dtype=torch.bool)
@@ -130,10 +132,10 @@ def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torc
 
 
 def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities [n, k + 1] at the temperature: of the tokens [n, k], then of all other
-    tokens of the vocabulary of `logits` together. If k is the whole vocabulary, no other tokens
-    exist, and the result is [n, k]. Collective over the tensor-parallel group, whose ranks get the
-    same result."""
+    """Log-probabilities of k given tokens per position, and of all other tokens together, at a
+    temperature: [n, k + 1]. tokens: int64 [n, k], token ids. logits: a Logits (this rank's shard of
+    the logits for n positions). If k is the whole vocabulary, there are no other tokens, and the
+    result is [n, k]. Collective over the tensor-parallel group, whose ranks get the same result."""
     values = logits.values / temperature
     whole = logits.logsumexp(values)[:, None]
     log_q = logits.of_tokens(tokens, values) - whole
@@ -144,10 +146,11 @@ def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> to
 
 
 def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the k likeliest tokens, int64 [n, k]; log-probabilities at the temperature, [n, k + 1], of
-    these and then of all other tokens together). If k is the whole vocabulary, the last column is
-    LOWEST. Collective over the tensor-parallel group, whose ranks get the same result.
-    """
+    """Find the k likeliest tokens at each of n positions -> (their ids int64 [n, k],
+    log-probabilities [n, k + 1] at the temperature: of these tokens, then of all other tokens
+    together). If k is the whole vocabulary, the last column is LOWEST, a very low number. logits: a
+    Logits (this rank's shard of the logits). Collective over the tensor-parallel group, whose ranks
+    get the same result."""
     first = logits.head.first
     values, columns = logits.values.topk(min(k, logits.head.columns), 1)
     missing = (0, k - values.shape[1])
@@ -167,12 +170,12 @@ def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, 
 
 
 class Head:
-    """A resident teacher's output layer. It is kept apart, so that the teacher's logits are
-    computed for the same chunk of tokens as the student's, and sharded like the student's.
+    """The output layer of a teacher that stays in memory. The layer is kept apart, so that the
+    teacher's logits can be computed for a chunk of tokens at a time, beside the student's, and
+    sharded over tensor-parallel ranks like the student's.
 
-    If tensor-parallel shards of the two output weights differ in size, the teacher's is gathered
-    once and sharded again, like the student's.
-    """
+    If the shards of the two output weights differ in size, the teacher's weight is gathered once
+    and sharded again."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype  # the matmul's
@@ -181,16 +184,18 @@ class Head:
         self.cut: Any = None  # the weight's rows for this rank's token ids
 
     def keep(self, logits: Logits) -> torch.Tensor:
-        """Stands in for the teacher's loss: remember the teacher's output layer, and return that
-        layer's inputs, the last hidden states [n, h], instead of losses."""
+        """Hook that takes the place of the teacher's loss: instead of losses, it returns the output
+        layer's inputs, the last hidden states [n, h], and this Head remembers the output layer.
+        logits: the teacher's, a Logits (logits with the layer that gives them)."""
         self.head = logits.head
         self.weight = logits.weight
         return logits.hidden
 
     def rows_of(self, logits: Logits) -> torch.Tensor:
-        """The rows [columns, h] of the teacher's output weight, in `dtype`, for this rank's columns
-        of `logits`: the student's, for the token ids that both models have. Cached. The first call
-        is collective over the tensor-parallel group if the weights' shards differ in size."""
+        """The rows [columns, h] of the teacher's output weight that give the same token ids as this
+        rank's columns of the student's logits, cast to the attribute `dtype`. logits: the
+        student's, for token ids that both models have. Cached; the first call is collective over
+        the tensor-parallel group if the two weights' shards differ in size."""
         if self.cut is None:
             start = 0
             weight = self.weight
@@ -208,8 +213,8 @@ _HEADS_ADAPTERS = ("output_layer.lora", "lm_head.lora")
 
 @dataclass
 class Resident:
-    """A teacher in memory, for one micro-batch. head: the teacher's output layer. hidden: the
-    teacher's last hidden states [b, s, h] on this rank."""
+    """The output of a teacher in memory for one micro-batch. head: the teacher's output layer.
+    hidden: the teacher's last hidden states [b, s, h] on this rank."""
 
     head: Head
     hidden: torch.Tensor
@@ -217,12 +222,12 @@ class Resident:
     def losses(
         self, logits: Logits, common: Logits, config: DistillConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token, (divergence [n] between teacher and student at the temperature, not yet
-        times T^2; the student's cross entropy [n]).
+        """Losses of a chunk of n tokens -> (divergence [n] between teacher and student, the
+        student's cross entropy [n]). The divergence is at config.temperature, not yet multiplied by
+        its square.
 
-        logits: the student's. common: the student's logits for token ids that both models have.
-        Collective over the tensor-parallel group.
-        """
+        logits: the student's. common: the student's logits for the token ids that both models have.
+        Collective over the tensor-parallel group."""
         product = common.take(self.hidden) @ self.head.rows_of(common).t()
         cap = self.head.head.softcap
         if compiles(product):
@@ -238,19 +243,21 @@ class Resident:
 
 @dataclass
 class Cached:
-    """A teacher's stored rows for one micro-batch.
+    """A teacher's stored results for one micro-batch. A stored row is for one trained token of the
+    data: the tokens that the teacher finds likeliest, and their log-probabilities.
 
-    read(indices [m]): returns the stored rows, a structured array [m]. rows: row index of each
-    token on this rank, int64 [b, s], -1 for none. Rows are read when the loss first needs them."""
+    read(indices [m]): returns those rows, a structured array [m]; first called when the loss needs
+    them. rows: int64 [b, s], the row index of each token on this rank, -1 for tokens without one.
+    """
 
     read: Callable[[np.ndarray], np.ndarray]
     rows: torch.Tensor
 
     @functools.cached_property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens int64 [b, s, k], log-probabilities float32 [b, s, k + 1]) of the stored rows, on
-        this rank's device. Tokens without a row get the values of row 0, which no loss uses.
-        """
+        """The stored rows as tensors on this rank's device: (tokens int64 [b, s, k],
+        log-probabilities float32 [b, s, k + 1]: of the k tokens, then of all others together).
+        Tokens without a row get the values of row 0, which no loss uses."""
         rows = self.read(self.rows.clamp(min=0).flatten().numpy())
         shape = self.rows.shape
         tokens = torch.from_numpy(rows["tokens"].astype(np.int64)).view(*shape, -1)
@@ -261,12 +268,12 @@ class Cached:
     def losses(
         self, logits: Logits, common: Logits, config: DistillConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token, (divergence [n] between the stored teacher and the student at the
-        temperature, not yet times T^2; the student's cross entropy [n]).
+        """Losses of a chunk of n tokens -> (divergence [n] between the stored teacher and the
+        student, the student's cross entropy [n]). The divergence is at config.temperature, not yet
+        multiplied by its square.
 
-        logits: the student's. common: the student's logits for token ids that both models have.
-        Collective over the tensor-parallel group.
-        """
+        logits: the student's. common: the student's logits for the token ids that both models have.
+        Collective over the tensor-parallel group."""
         tokens, log_p = (common.take(column) for column in self.columns)
         if compiles(logits.product):
             log_q, cross_entropy = log_probs_of_events(logits, common, tokens, config.temperature)
@@ -281,12 +288,13 @@ class Cached:
 
 
 class WithRows(View):
-    """A view of a dataset that adds "teacher_row" to documents, int64 [n]: the row index of each
-    trained token among the teacher's stored rows, -1 for other tokens.
+    """A view of a dataset that tells for each trained token where the teacher's result is stored:
+    it adds "teacher_row" to documents, int64 [n], the row index, -1 for tokens that are not
+    trained.
 
-    ends: int64 [samples + 1], cumulative row counts, starting at 0. first: index of this dataset's
-    first row. ValueError on reading a sample whose number of trained tokens changed.
-    """
+    ends: int64 [samples + 1]: sample i has the dataset's rows ends[i] to ends[i + 1] - 1. first:
+    index of the dataset's row 0 among all stored rows. ValueError on reading a sample whose number
+    of trained tokens changed."""
 
     def __init__(self, dataset: Any, ends: np.ndarray, first: int = 0):
         super().__init__(dataset)
@@ -325,11 +333,11 @@ def _rows_of(batch: Batch) -> torch.Tensor:
 class DistillTrainer(ScoredTrainer):
     """Train a student model to predict a teacher model's probabilities, on McaTrainer's samples.
 
-    train_config: a DistillConfig; None: its defaults. teacher: a model of the backend's kind, which
-    must share no parameter with `model`; or a function that loads it, called only if needed; None:
-    stored rows are read. Other arguments are McaTrainer's. ValueError for keys that do not fit
-    together; for data and models that do not fit, when they are prepared.
-    """
+    train_config: a DistillConfig; None: its defaults.
+    teacher: a model of the backend's kind, which must share no parameter with `model`; or a
+    function that loads it, called only if needed; None: stored results of the teacher are read.
+    Other arguments are McaTrainer's. ValueError for keys that do not fit together. Data or models
+    that do not fit raise ValueError later, when they are prepared."""
 
     config_class = DistillConfig
     scorer = "teacher"
@@ -359,13 +367,15 @@ class DistillTrainer(ScoredTrainer):
 
     @property
     def _k(self) -> int:
-        """Number of the teacher's tokens in a stored row; 0 if the teacher stays in memory."""
+        """Number of likeliest tokens that are stored per trained token (teacher_top_k); 0 if the
+        teacher stays in memory."""
         return self.train_config.top_k or 0
 
     @property
     def _num_tokens(self) -> int:
-        """Number of token ids that are compared, from 0 on: those that both models have, once the
-        teacher or its rows are known."""
+        """Number of token ids over which teacher and student are compared: all ids below this
+        number, which both models have. Final once the teacher is loaded, or its stored rows are
+        open."""
         return int(self.limits.vocab_size)
 
     # -- a run of the command line
@@ -386,11 +396,12 @@ class DistillTrainer(ScoredTrainer):
 
     @classmethod
     def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
-        """Raise ConfigError if a token in the student's tokenizer has another id in the teacher's,
-        or none, if the teacher's embedding has too few rows, or if plain torch would have to hold
-        the whole logits of a teacher that scales or caps them. The teacher may have more tokens.
-        first, second: run.PlannedModel of student and teacher.
-        """
+        """Raise ConfigError if the teacher does not fit the student: a token in the student's
+        tokenizer has another id in the teacher's, or none; the teacher's embedding has fewer rows
+        than the student's tokenizer has tokens; or plain torch, with a teacher in memory, meets one
+        that scales or caps its logits. The teacher may have more tokens.
+
+        first, second: run.PlannedModel of student and teacher. tokenizer: the student's."""
         vocabulary = tokenizer.get_vocab()
         known = load_tokenizer(second.folder, arguments.model.trust_remote_code).get_vocab()
         others = [token for token in vocabulary if known.get(token) != vocabulary[token]]
@@ -420,17 +431,19 @@ class DistillTrainer(ScoredTrainer):
     # -- the loss
 
     def _loss_of_logits(self, logits: Logits) -> torch.Tensor:
-        """Losses [n, 2] of a chunk of n tokens: the divergence times the squared temperature, and
-        cross entropy. logits: the student's."""
+        """Losses [n, 2] of a chunk of n tokens: the divergence from the teacher, multiplied by the
+        squared temperature, and the cross entropy with the labels. logits: the student's, a Logits.
+        """
         config = self.train_config
         common = logits.of_first(self._num_tokens)
         divergence, cross_entropy = logits.batch["teacher"].losses(logits, common, config)
         return torch.stack([config.temperature**2 * divergence, cross_entropy], 1)
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor) -> Any:
-        """Mix token losses [b, s, 2], from _loss_of_logits, by ce_weight. Returns what McaTrainer
-        does for the mixed losses, with the metrics "kd_loss" and "sft_loss" too: [sum, tokens] of
-        each loss before mixing."""
+        """Mix the token losses by ce_weight, and sum them as McaTrainer does -> (loss, number of
+        trained tokens, metrics). losses: [b, s, 2] from _loss_of_logits, divergence and cross
+        entropy. The metrics also have both before mixing, as [sum, tokens]: "kd_loss" and
+        "sft_loss"."""
         kd, cross_entropy = losses.unbind(-1)
         weight = self.train_config.ce_weight
         mixed = (1 - weight) * kd + weight * cross_entropy
@@ -441,9 +454,10 @@ class DistillTrainer(ScoredTrainer):
         return loss, count, metrics
 
     def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
-        """Add "teacher" to each micro-batch -> the micro-batches. With teacher_top_k the value is a
-        Cached, which reads stored log-probabilities. Otherwise the teacher runs forward
-        (collective), and the value is a Resident; pipeline stages before the last add nothing."""
+        """Add the teacher's results to each micro-batch, as the value "teacher" -> the
+        micro-batches. With teacher_top_k it is a Cached, which reads stored log-probabilities.
+        Otherwise the teacher runs forward (collective), and it is a Resident; pipeline stages
+        before the last then add nothing. seq_length is not used."""
         if self._k:
             return [
                 {**batch, "teacher": Cached(self._read, self._numbers_of(batch))}
@@ -459,9 +473,9 @@ class DistillTrainer(ScoredTrainer):
         ]
 
     def _numbers_of(self, batch: Batch) -> torch.Tensor:
-        """Index of the teacher's stored row for each token on this rank, int64 [b, s] on the CPU,
-        -1 for none. ValueError if a token with a label has no row.
-        """
+        """Find for each token on this rank the teacher's stored row: int64 [b, s] on the CPU, the
+        row's index, -1 for tokens without one. batch: an arranged micro-batch. ValueError if a
+        token with a label has no row."""
         rows = _rows_of(batch)
         trained = batch["labels"] != IGNORE_INDEX
         expect(
@@ -473,8 +487,8 @@ class DistillTrainer(ScoredTrainer):
         return rows if places is None else rows[..., places]
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """The teacher's stored rows (tokens and log-probabilities) with the indices `numbers` [m],
-        from all data sets' files."""
+        """Read stored results of the teacher. numbers: indices [m] among the rows of all data sets
+        -> a structured array [m] with the fields "tokens" [k] and "logps" [k + 1]."""
         of_part = np.searchsorted(self._firsts, numbers, side="right") - 1
         rows = np.empty(len(numbers), self.row_type)
         for part in np.unique(of_part):
@@ -485,10 +499,11 @@ class DistillTrainer(ScoredTrainer):
     # -- the teacher
 
     def _run_teacher(self, collect: Callable[..., Any], batches: list[Batch]) -> list[Any]:
-        """Run the teacher over micro-batches. Returns collect(inputs, batch, output) for each
-        micro-batch, where output is what the teacher gives instead of losses; [] on pipeline stages
-        before the last. Loads the teacher if it is not loaded. Collective.
-        """
+        """Run the teacher forward over micro-batches, and load the teacher before if necessary.
+        Returns collect(inputs, batch, output) of each micro-batch; [] on pipeline stages before the
+        last. inputs: the model's keyword arguments. batch: the micro-batch, with this rank's tokens
+        in its loss columns. output: the result of the teacher's hook in place of a loss, such as
+        Head.keep. Collective."""
         self._need_teacher()
         step = collecting(self.backend, collect, self.inputs_of)
         return measure(self.backend, step, batches, self._chunks)
@@ -531,8 +546,8 @@ class DistillTrainer(ScoredTrainer):
 
     def _check_teacher(self, config: Any) -> None:
         """Raise ValueError if the teacher cannot run on the student's batches, for example because
-        only one of them sees images, or if top_k is above the number of tokens. Lowers self.limits
-        (vocabulary, positions) to what both models have. config: the teacher's.
+        only one of them sees images, or if teacher_top_k is above the number of common tokens.
+        Lowers self.limits (vocabulary, positions) to what both models have. config: the teacher's.
         """
         differ = "the teacher and the student differ in"
         mine = self.model.config
@@ -552,9 +567,10 @@ class DistillTrainer(ScoredTrainer):
             refuse("teacher_top_k", self._k, "the models have fewer tokens", f"at most {size}")
 
     def _scores_of(self, logits: Logits) -> torch.Tensor:
-        """Stands in for the teacher's loss: the k likeliest of the tokens that both models have,
-        by the teacher, then the log-probabilities, among these tokens, of the k and of all others
-        together, float32 [n, 2 k + 1]."""
+        """Hook that takes the place of the teacher's loss when its results are to be stored:
+        float32 [n, 2 k + 1] for n tokens. First the ids of the teacher's k likeliest tokens, among
+        those that both models have; then the k log-probabilities, and that of all other common
+        tokens together. logits: the teacher's, a Logits."""
         common = logits.of_first(self._num_tokens)
         tokens, logps = top_k_of(common, self._k, self.train_config.temperature)
         return torch.cat([tokens.float(), logps], 1)  # exact: ids are below 2^24
@@ -575,8 +591,9 @@ class DistillTrainer(ScoredTrainer):
 
     def _check_vocabulary(self, store: RowStore) -> None:
         """Raise CheckpointError if the stored rows were computed over another number of token ids
-        than this run compares; a new store notes the run's. A smaller number is accepted for the
-        first data set if no teacher is loaded: the run then compares only these ids."""
+        than this run compares. store: a RowStore (stored results of the teacher for one data set);
+        a new one notes this run's number. A smaller stored number is accepted for the first data
+        set if no teacher is loaded: the run then compares only those ids."""
         known = self._num_tokens
         size = store.identity.setdefault("vocab_size", known)
         is_narrower = size < known and not self._maps and self._chunks is None
@@ -605,9 +622,11 @@ class DistillTrainer(ScoredTrainer):
         return rows
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """For a stored teacher, the samples with "teacher_row" added; rows that are not stored are
-        computed now. Otherwise the samples unchanged. ValueError for a stream with a stored
-        teacher, CheckpointError if rows are missing and there is no teacher. Collective."""
+        """With teacher_top_k: make sure that the teacher's results for these samples are stored,
+        computing those that are missing, and return a view of the samples with "teacher_row" added
+        (the index of each token's stored row). Without: return the samples unchanged. ValueError
+        for a stream with teacher_top_k; CheckpointError if rows are missing and there is no
+        teacher. Collective."""
         if not self._k or isinstance(samples, WithRows):
             return samples
         expect(
@@ -646,9 +665,10 @@ class DistillTrainer(ScoredTrainer):
     # -- around the loop
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Prepare the data sets in the attributes `names`, such as "train_dataset". Also load a
-        teacher that stays in memory, because the start summary counts its FLOPs; or drop the one
-        that was loaded to compute rows. Collective."""
+        """Prepare data sets for training. names: the attributes that hold them, such as
+        "train_dataset". Without teacher_top_k, the teacher is loaded too, because the start summary
+        counts its FLOPs; with it, a teacher that was loaded to compute rows is dropped. Collective.
+        """
         super()._prepare_datasets(*names)
         if self._k:
             self._chunks = None

@@ -30,8 +30,9 @@ _BLOCK = 4096  # columns read at once by a program
 
 @jit
 def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
-    """Load logits at `column` of the row that begins at `start`, as float32, after the soft cap;
-    -inf beyond `columns`."""
+    """Load logits of one row in a Triton kernel, as float32, after the soft cap. start: pointer to
+    the row. column: the columns to load. columns: how many columns are valid; the value is -inf
+    beyond them. softcap: the cap, used if CAPPED."""
     value = tl.load(start + column, column < columns, 0.0).to(tl.float32)
     if CAPPED:  # softcap tanh(value / softcap)
         small = tl.exp(-2 * tl.abs(value) / softcap)
@@ -42,9 +43,8 @@ def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
 
 @jit
 def _added(top, total, values):
-    """Add `values` to a running log-sum-exp, kept as (maximum, sum of exponentials relative to it).
-    Returns the new pair.
-    """
+    """Add more values to a log-sum-exp that is computed step by step. It is kept as (top, total):
+    the maximum so far, and the sum of exponentials relative to it. Returns the new pair."""
     now = tl.maximum(top, tl.max(values, 0))
     return now, total * tl.exp(top - now) + tl.sum(tl.exp(values - now), 0)
 
@@ -130,9 +130,9 @@ def _of_cross_entropy(z, column, row, of_labels, places, by_label):
 
 @jit
 def _capped(slope, z, softcap, CAPPED: tl.constexpr):
-    """Gradient with respect to logits before the soft cap, from the gradient `slope` after it and
-    the capped logits z.
-    """
+    """Carry a gradient back through the soft cap of logits. slope: gradient with respect to the
+    capped logits z. Returns the gradient with respect to the logits before the cap; `slope` itself
+    unless CAPPED."""
     if CAPPED:
         tanh = tl.maximum(z / softcap, -1.0)
         slope *= 1 - tanh * tanh
@@ -185,9 +185,9 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """Values of a chunk of tokens, beside its logits, that the distillation kernels read. head: the
-    student's. common: number of this rank's columns whose token ids both models have. softcap: cap
-    on the student's logits; None: there is none."""
+    """Facts about a chunk of tokens that the distillation kernels read, beside its logits. head:
+    constants of the student's output layer. common: number of this rank's columns whose token ids
+    both models have. softcap: cap on the student's logits; None: there is none."""
 
     head: Head  # the student's
     common: int  # number of this rank's columns whose token ids both models have
@@ -209,19 +209,18 @@ class _Chunk(NamedTuple):
         rest: int = 0,
         labels: bool = False,
     ) -> torch.Tensor:
-        """Read logits [n, columns or more] once, for up to three log-sum-exps per token over this
-        rank's columns. Returns float32 [3, 2, n]: for each log-sum-exp, the largest exponent and
-        the sum of exponentials relative to it; (the lowest float, 0) where nothing is summed.
+        """Read logits [n, columns or more] once, and begin up to three log-sum-exps per token, over
+        this rank's columns -> float32 [3, 2, n]: of each, the largest exponent, and the sum of
+        exponentials relative to it; (the lowest float, 0) if nothing is summed.
 
         [0]: over the columns that both models have, at the temperature. [1], if `labels`: over all
-        columns, at temperature 1. [2], if `events` is given: over the tokens outside of the
-        teacher's top k, at the temperature.
+        columns, at temperature 1. [2], if `events` is given: over those of [0] that are not among
+        the teacher's top k, at the temperature.
 
         logits: the student's or the teacher's, before the soft cap. columns: how many columns to
         read; those after them are padding. softcap: the cap to apply; None: there is none. events:
-        int [n, common + 1], for each column i if it is the teacher's i-th token, and `rest` (k) if
-        it is outside of its top k; the last column is not read.
-        """
+        int [n, common + 1]: i for a column that is the teacher's i-th token, and `rest` (that is,
+        k) for a column that is none of its top k; the last column is not read."""
         rows, width = logits.shape
         found = torch.zeros(3, 2, rows, dtype=torch.float32, device=logits.device)
         found[:, 0] = _LOWEST
@@ -233,9 +232,9 @@ class _Chunk(NamedTuple):
         return found
 
     def logsumexp(self, found: torch.Tensor) -> torch.Tensor:
-        """Combine the results of sums() of all tensor-parallel ranks to log-sum-exps [m, n]. found:
-        [m, 2, n], this rank's largest exponent and sum of exponentials relative to it, for m
-        log-sum-exps of n rows. Collective over the tensor-parallel group."""
+        """Finish log-sum-exps that sums() began, over all tensor-parallel ranks -> [m, n], m
+        log-sum-exps for n tokens. found: [m, 2, n], this rank's largest exponent and sum of
+        exponentials relative to it. Collective over the tensor-parallel group."""
         tops, totals = found.unbind(1)
         most = all_reduce(tops.clone(), dist.ReduceOp.MAX, self.head.group)
         total = all_reduce(totals * (tops - most).exp(), dist.ReduceOp.SUM, self.head.group)
@@ -244,8 +243,9 @@ class _Chunk(NamedTuple):
     def values_at(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float32 logits [n, k], after the soft cap, of global token ids [n, k]; the ids' columns
-        on this rank [n, k]). For an id that is not on this rank: 0 and -1."""
+        """Look up logits of global token ids [n, k], after the soft cap -> (float32 logits [n, k],
+        the ids' columns on this rank [n, k]). For an id that is not on this rank: 0 and -1. logits:
+        the student's [n, columns or more]."""
         column, here = self.head.place(tokens)
         values = logits.gather(1, column).float()
         if self.softcap is not None:
@@ -253,15 +253,15 @@ class _Chunk(NamedTuple):
         return values * here, column.where(here, -1)
 
     def cross_entropy(self, of_labels: torch.Tensor, at_labels: torch.Tensor) -> torch.Tensor:
-        """Cross entropy [n]; NaN if a label is no token id. of_labels: log-sum-exp of all logits.
-        at_labels: the label's logit."""
+        """Cross entropy [n] of the chunk's labels; NaN for a label that is no token id. of_labels:
+        [n], log-sum-exp of all logits. at_labels: [n], the label's logit."""
         return (of_labels - at_labels).masked_fill(self.head.unknown(self.labels), float("nan"))
 
 
 class _Beside(torch.autograd.Function):
-    """Student logits [n, V / tp] and teacher logits [n, common] -> (divergence [n] at the
-    temperature, cross entropy [n]). Gradients for the student only. Forward is collective over the
-    tensor-parallel group."""
+    """Compare a student with a teacher that is in memory: student logits [n, V / tp] and teacher
+    logits [n, common] -> (divergence [n] at the temperature, cross entropy [n] of the student).
+    Gradients for the student only. Forward is collective over the tensor-parallel group."""
 
     @staticmethod
     def forward(
@@ -314,9 +314,10 @@ class _Beside(torch.autograd.Function):
 
 
 class _Events(torch.autograd.Function):
-    """Student logits [n, V / tp] and a teacher's tokens [n, k] -> (log-probabilities [n, k + 1] at
-    the temperature, of these tokens and of the rest of the common vocabulary; cross entropy [n]).
-    Gradients for the logits. Forward is collective over the tensor-parallel group."""
+    """The student's side of a comparison with a cached teacher, of which only the top k tokens are
+    known: student logits [n, V / tp] and the teacher's tokens [n, k] -> (log-probabilities [n, k +
+    1] at the temperature, of these tokens and of the rest of the common vocabulary; cross entropy
+    [n]). Gradients for the logits. Forward is collective over the tensor-parallel group."""
 
     @staticmethod
     def forward(
@@ -360,13 +361,12 @@ class _Events(torch.autograd.Function):
 def losses_beside(
     logits: Logits, common: Logits, teacher: torch.Tensor, cap: float | None, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(divergence [n] at the temperature, cross entropy [n]) of a student and a teacher in memory,
-    by Triton kernels. Collective over the tensor-parallel group.
+    """Compare a student with a teacher that is in memory, by Triton kernels -> (divergence [n] at
+    the temperature, cross entropy [n] of the student). Collective over the tensor-parallel group.
 
     logits: the student's. common: the student's logits for token ids that both models have.
-    teacher: the teacher's logits for these ids, [n, columns], before the teacher's soft cap `cap`
-    (None: it has none).
-    """
+    teacher: the teacher's logits for these ids, [n, columns], before its soft cap. cap: the
+    teacher's soft cap; None: it has none. config: has temperature, divergence and jsd_mix."""
     chunk = _Chunk.of(logits, common, config.temperature)
     return _Beside.apply(logits.product.contiguous(), teacher.contiguous(), chunk, config, cap)
 
@@ -374,12 +374,13 @@ def losses_beside(
 def log_probs_of_events(
     logits: Logits, common: Logits, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the student's log-probabilities [n, k + 1] at the temperature, of the tokens [n, k] and of
-    the rest of the common vocabulary; cross entropy [n]), by Triton kernels. If there is no rest,
-    the first is [n, k]. Collective over the tensor-parallel group.
+    """Compute by Triton kernels what distillation from a cached teacher compares -> (the student's
+    log-probabilities [n, k + 1] at the temperature, of the teacher's tokens and of the rest of the
+    common vocabulary together; the student's cross entropy [n]). The first is [n, k] if there is no
+    rest. Collective over the tensor-parallel group.
 
-    logits: the student's. common: the student's logits for token ids that both models have.
-    """
+    logits: the student's. common: the student's logits for token ids that both models have. tokens:
+    [n, k], the teacher's top k token ids."""
     chunk = _Chunk.of(logits, common, temperature)
     log_q, cross_entropy = _Events.apply(logits.product.contiguous(), tokens, chunk)
     return log_q[:, : common.head.vocab_size], cross_entropy

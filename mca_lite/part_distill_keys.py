@@ -76,8 +76,9 @@ _DISTILLATION_RUN = (
 
 
 def _check_distillation_keys(a: Any, judge: Judge) -> None:
-    """Check the configuration keys about the teacher, the cache of its log-probabilities, and the
-    divergence; Problems go to `judge`. a: the keys of the stage."""
+    """Check the configuration keys of distillation: about the teacher, the stored
+    log-probabilities, and the divergence. a: the keys. judge: a Judge, which collects the Problems
+    found."""
     judge.apply(_DISTILLATION)
     judge.expect(
         a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,
@@ -88,7 +89,8 @@ def _check_distillation_keys(a: Any, judge: Judge) -> None:
 
 
 def _describe_distillation(keys: Any) -> str:
-    """Text about loss and teacher for the start summary."""
+    """Text for the start summary: the divergence and its numbers, and where the teacher's
+    probabilities come from. keys: the run's configuration keys."""
     text = f"{keys.distill_loss}, temperature {keys.distill_temperature:g}"
     text += f", cross entropy {keys.distill_ce_weight:g}"
     source = "resident teacher"

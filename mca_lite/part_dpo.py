@@ -52,10 +52,12 @@ _WITHOUT_ADAPTER = (
 
 
 class WithReference(View):
-    """A view of a dataset that adds "reference" to each document: the log-probability of its
-    answer under the reference model, summed over trained tokens (as weighted by ld_alpha). logps:
-    [samples, documents per sample].
-    """
+    """A data set whose documents also carry what the reference model says about them: the key
+    "reference" is the sum of its log-probabilities of the document's trained tokens. With ld_alpha,
+    the log-probability of a token beyond the length of the pair's other answer is first multiplied
+    by ld_alpha.
+
+    logps: these sums, [samples, documents per sample]."""
 
     def __init__(self, dataset: Any, logps: np.ndarray) -> None:
         super().__init__(dataset)
@@ -97,15 +99,17 @@ class ReferenceConfig(ObjectiveConfig):
 class DPOConfig(ReferenceConfig):
     """Settings of preference training. ConfigError for values that do not fit together.
 
-    pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of names; it becomes a list.
-    pref_loss_weights: a weight per loss; None: 1.
-    beta: usually a factor on log-ratios to the reference, or without one on log-probabilities; in
-    ORPO the weight of the odds ratio.
-    label_smoothing: assumed share of pairs whose answers are swapped.
-    ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
-    use_weighting: the configuration keys of the same names.
-    use_ref_model: whether the losses have a reference; it becomes True or False, and another value
-    than theirs is an error. Other fields are ReferenceConfig's."""
+    pref_loss: the name of a loss in LOSSES, such as sigmoid (DPO), or a list of names, whose losses
+    are summed; a single name becomes a list.
+    pref_loss_weights: the factors of these losses in the sum; None: 1 each.
+    beta: usually a factor on an answer's log-ratio (policy minus reference), or without a reference
+    on its log-probability (simpo: the mean per token); in ORPO the weight of the odds ratio.
+    label_smoothing: assumed share of pairs whose chosen and rejected answers are swapped.
+    ftx: weight of an added sft loss, the mean token loss of the chosen answer.
+    use_ref_model: True or False as a check of whether the losses need a reference model:
+    ConfigError if that is wrong. None is replaced by the right value.
+    simpo_gamma to use_weighting: the configuration keys of the same names. Other fields are
+    ReferenceConfig's."""
 
     beta: float = 0.1
     pref_loss: Any = "sigmoid"
@@ -158,13 +162,13 @@ def _choose_reference(config: DPOConfig, model: Any, ref_model: Any) -> str | No
 
 class DPOTrainer(ScoredTrainer):
     """Train on preference pairs. A sample has two documents {"input_ids", "labels"} with shifted
-    labels, the chosen answer's before the rejected one's, as a list or as {"chosen", "rejected"}.
-    With sequence_packing, samples may also be packs (lists) of pairs; with a cached reference only
-    those of data_batches.Packs.
+    labels: the chosen answer's, then the rejected one's, as a list or as {"chosen", "rejected"}.
+    With sequence_packing, a sample may also be a pack (a list of several pairs); with a cached
+    reference, packs must come from data_batches.Packs.
 
     train_config: a DPOConfig; None: its defaults.
-    ref_model: for reference "model", a second model of the backend's kind, which gets frozen; it
-    must share no parameter with `model`.
+    ref_model: the reference model, if train_config.reference is "model" or None. It is a second
+    model of the same backend, is frozen, and must share no parameter with `model`.
     optimizer, lr_scheduler: McaTrainer's `optimizers`. Other arguments are McaTrainer's;
     per_device_train_batch_size counts pairs, or packs. ValueError for data and keys that do not
     fit."""
@@ -230,7 +234,7 @@ class DPOTrainer(ScoredTrainer):
 
     @property
     def _rows(self) -> dict[str, PreferenceLoss]:
-        """{name: PreferenceLoss} for the losses that this run sums."""
+        """The losses that this run sums: {name: PreferenceLoss (its formula and what it reads)}."""
         return {name: LOSSES[name] for name in self.train_config.pref_loss}
 
     @property
@@ -248,9 +252,11 @@ class DPOTrainer(ScoredTrainer):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """For counting FLOPs: (extra forward passes of the trained model per step, forward passes
-        of a reference model that runs in each step). The first is 1 if a loss needs the
-        log-probabilities of the whole global batch beforehand, otherwise 0; the second is 1."""
+        """Forward passes that a training step makes besides training itself, for counting FLOPs:
+        (of the trained model, of a reference model). The first number is 1 if a loss must know the
+        log-probabilities of the whole global batch before the training pass, otherwise 0. The
+        second is always 1: the callers know whether there is a reference model, and whether it runs
+        in each step or only before training."""
         return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
     @classmethod
@@ -305,8 +311,8 @@ class DPOTrainer(ScoredTrainer):
 
     @staticmethod
     def check_samples(dataset: Any) -> None:
-        """Raise ValueError if the first sample is not a pair, or a pack of pairs, or if
-        dataset.documents_per_sample says otherwise."""
+        """Raise ValueError if a data set has no preference pairs: if its first sample is neither a
+        pair nor a pack of pairs, or if it has an attribute documents_per_sample that is not 2."""
         first = dataset[0]
         of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
         count = len(documents_of(first))
@@ -320,20 +326,22 @@ class DPOTrainer(ScoredTrainer):
     # -- the loss
 
     def preference_loss(self, responses: Responses) -> tuple[Any, Any, Any]:
-        """(losses, rewards of chosen, rewards of rejected answers), each [P]. Losses are the
-        weighted sum of this run's losses; rewards are the first loss's.
+        """Losses of P pairs, and rewards for the log: (losses, rewards of the chosen answers,
+        rewards of the rejected ones), each [P]. The losses of this run are summed with their
+        weights; rewards are those of its first loss.
 
-        responses.of_batch: [P, 2 n], two numbers for each of the n losses that need numbers about
-        the global batch; None if n is 0. sigmoid goes through dpo_loss and orpo through
-        odds_ratio_loss, which subclasses can override."""
+        responses: log-probabilities of the answers. Its field of_batch has two columns for each of
+        the n losses that need numbers about the global batch: [P, 2 n], or None if no loss needs
+        any. The loss sigmoid is computed by dpo_loss and orpo by odds_ratio_loss, which subclasses
+        can override."""
         found = [self._loss_of(name, responses) for name in self._rows]
         weights = self.train_config.pref_loss_weights or [1.0] * len(found)
         losses = sum(weight * one[0] for weight, one in zip(weights, found, strict=True))
         return losses, *found[0][1:]
 
     def _loss_of(self, name: str, r: Responses) -> tuple[Any, Any, Any]:
-        """(losses, rewards of chosen, rewards of rejected answers), each [P], by the loss `name`
-        alone. r: the Responses of P pairs."""
+        """Compute one loss by its name for P pairs: (losses, rewards of the chosen answers, rewards
+        of the rejected ones), each [P]. r: log-probabilities and lengths of the answers."""
         row = self._rows[name]
         formula = function_of(row.formula)
         if formula is part_dpo_losses.sigmoid:
@@ -350,10 +358,13 @@ class DPOTrainer(ScoredTrainer):
         return self._with_rewards(row, r.with_numbers(own))
 
     def _with_rewards(self, row: PreferenceLoss, r: Responses) -> tuple[Any, Any, Any]:
-        """Apply the formula of a loss: (losses, rewards of chosen, rewards of rejected answers),
-        each [P]. If the formula gives only losses, rewards are beta times the log-ratio to the
-        reference, or without a reference beta times Responses.means. row: the loss's row in LOSSES.
-        r: the Responses of P pairs."""
+        """Apply a loss's formula to P pairs: (losses, rewards of the chosen answers, rewards of the
+        rejected ones), each [P]. If the formula gives no rewards, they are beta times the log-ratio
+        of policy and reference, or without a reference beta times the mean log-probability per
+        token.
+
+        row: the loss's row in LOSSES, with the formula. r: log-probabilities and lengths of the
+        answers."""
         found = function_of(row.formula)(r, self.train_config)
         if isinstance(found, tuple):
             return found
@@ -363,10 +374,9 @@ class DPOTrainer(ScoredTrainer):
     def odds_ratio_loss(
         self, chosen_logps: torch.Tensor, rejected_logps: torch.Tensor, response_lens: torch.Tensor
     ) -> tuple[Any, Any, Any]:
-        """ORPO's (losses, rewards of chosen, rewards of rejected answers), each [P], from
-        log-probabilities [P]. response_lens: numbers of tokens, [2 P], first of all chosen answers,
-        then of all rejected ones.
-        """
+        """ORPO's (losses, rewards of the chosen answers, rewards of the rejected ones) for P pairs,
+        each [P], from log-probabilities [P]. response_lens: numbers of trained tokens, [2 P]: first
+        those of all chosen answers, then those of all rejected ones."""
         r = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
         return self._with_rewards(LOSSES["orpo"], r)
 
@@ -378,19 +388,20 @@ class DPOTrainer(ScoredTrainer):
         reference_rejected_logps: torch.Tensor,
         margin: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
-        """DPO's (losses, rewards of chosen, rewards of rejected answers), each [P], from
-        log-probabilities [P]. margin: [P], subtracted from beta times the difference of log-ratios
-        (or of an f-divergence's slopes); passed only if pairs have one."""
+        """DPO's (losses, rewards of the chosen answers, rewards of the rejected ones) for P pairs,
+        each [P], from log-probabilities [P]. margin: [P], by how much each pair should differ; it
+        is subtracted from beta times the difference of log-ratios (or of an f-divergence's slopes).
+        Only passed if pairs have a margin."""
         policy = (policy_chosen_logps, policy_rejected_logps)
         reference = (reference_chosen_logps, reference_rejected_logps)
         r = Responses(*policy, None, None, *reference, margin=margin)
         return self._with_rewards(LOSSES["sigmoid"], r)
 
     def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any], *more: Any) -> Any:
-        """Make the loss function of a micro-batch. _post_compute_loss then gets the labels, the
-        batch and the reference's log-probabilities (None without a reference) before the token
-        losses. inputs: the model's inputs for the batch. more: further arguments of
-        _post_compute_loss."""
+        """Make the loss function of a micro-batch. It calls _post_compute_loss with the labels, the
+        batch, the reference's log-probabilities of chosen and of rejected answers (None if the
+        batch has none), `more`, and at the end the token losses. inputs: the model's inputs for the
+        batch."""
         of_reference = (None, None)
         if "reference" in batch:
             of_reference = batch["reference"].view(-1, len(SIDES)).unbind(-1)
@@ -404,14 +415,15 @@ class DPOTrainer(ScoredTrainer):
         ref_rejected_logps: torch.Tensor | None,
         losses: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """Turn token losses [b, s] into (sum of the pairs' losses, number of pairs int32, {metric:
-        float32 [sum, pairs]}).
+        """Turn token losses into the loss of a micro-batch of P pairs -> (sum of the pairs' losses,
+        number of pairs int32, {metric: float32 [sum, pairs]}).
 
-        labels: [b, s] on this rank. batch: the whole micro-batch; its loss columns per token are
-        sharded like the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None without a
-        reference. losses: with use_weighting [b, s, 2], from _with_agreement. Under context
-        parallelism collective over its group, whose ranks other than the first return counts and
-        metrics of 0."""
+        labels: [b, s], this rank's tokens. batch: the whole micro-batch, except that its loss
+        columns per token cover only this rank's tokens. ref_chosen_logps, ref_rejected_logps:
+        float32 [P]; None without a reference. losses: [b, s]; with use_weighting [b, s, 2], as
+        _with_agreement gives them.
+        Under context parallelism it is collective, and ranks other than the group's first return a
+        count and metrics of 0, so that pairs are counted once."""
         agreement: Any = 1.0
         if self.train_config.use_weighting:
             losses, of_squares = losses.unbind(-1)
@@ -446,12 +458,12 @@ class DPOTrainer(ScoredTrainer):
     def _summed(
         self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()
     ) -> tuple[Any, ...]:
-        """(sum of losses [n], n as int32, {metric: float32 [sum, count]}). values: {metric: [n]};
-        "loss" is added. counted: {metric: mask [n]} for metrics over only some of the n.
+        """Sum up n losses for McaTrainer's loop: (sum of losses [n], n as int32, {metric: float32
+        [sum, count]}). values: more metrics, {metric: [n]}, besides "loss". counted: {metric: mask
+        [n]} for metrics that cover only some of the n.
 
         Context-parallel ranks have equal losses, so ranks other than the first return a count and
-        metrics of 0. Sets `terms`.
-        """
+        metrics of 0. Stores (the mask of "loss", the losses without gradients) as `terms`."""
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
         self.terms = (masks["loss"], losses.detach())
@@ -467,10 +479,11 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs_of(
         self, batch: Batch, labels: torch.Tensor, losses: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities, numbers of tokens) of an arranged batch's real documents, [documents]
-        each, from labels and token losses [b, s] on this rank; a document counts its trained
-        tokens. With ld_alpha, log-probabilities of an answer's tokens beyond the other answer's
-        length are multiplied by it. Collective under context parallelism."""
+        """Sum up token losses per answer: (log-probabilities, numbers of trained tokens) of a
+        micro-batch's real documents, [documents] each; padding is left out. batch: arranged for the
+        model. labels, losses: [b, s], this rank's tokens. With ld_alpha, log-probabilities of
+        tokens beyond the length of the pair's other answer are multiplied by it. Collective under
+        context parallelism."""
         if "logp_weight" in batch:
             losses = losses * batch["logp_weight"]
         return sum_documents(self.backend, batch, labels, losses)
@@ -478,13 +491,13 @@ class DPOTrainer(ScoredTrainer):
     def _agreement(
         self, batch: Batch, labels: torch.Tensor, differences: torch.Tensor
     ) -> torch.Tensor:
-        """WPO's weights of pairs [P] (2406.11827, equation 2), larger for answers that the model
-        itself is likely to give: exp of the mean of log p - log sum p^2 over an answer's tokens,
-        multiplied over the pair's two answers.
+        """WPO's weights of P pairs, [P] (2406.11827, equation 2): larger if the model itself is
+        likely to give the pair's answers. An answer's weight is exp(mean of log p - log sum p^2
+        over its trained tokens), with p the label's probability and the sum over the vocabulary; a
+        pair's is the product of two.
 
-        differences: log sum p^2 - log p for each token, [b, s]. Collective under context
-        parallelism.
-        """
+        differences: log sum p^2 - log p of each token, [b, s]. Collective under context
+        parallelism."""
         sums, lens = sum_documents(self.backend, batch, labels, differences)
         return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
 
@@ -494,10 +507,10 @@ class DPOTrainer(ScoredTrainer):
     # -- micro-batches
 
     def _arrange(self, batch: Batch) -> Batch:
-        """Arrange a collated batch of pairs for the model, and with ld_alpha add "logp_weight", the
-        token weights. ValueError if a row's documents do not make whole pairs, or if the batch
-        lacks a column of pairs, such as pair_weight, that the data has, or has one that the data
-        lacks."""
+        """Arrange a batch of the data collator into the rows that the model takes; with ld_alpha
+        add the column "logp_weight", a weight per token. ValueError if the documents in a row are
+        no whole pairs, or if a column with a number per pair, such as pair_weight, is in the batch
+        and not in the data, or in the data and not in the batch."""
         counts = batch["attention_mask"].amax(dim=1)  # documents per row; fillers have none
         expect(
             not (counts % self.documents_per_sample).any(),
@@ -522,10 +535,10 @@ class DPOTrainer(ScoredTrainer):
         return self._compared(micro_batches) if self._of_batch else micro_batches
 
     def _with_reference_logps(self, micro_batches: list[Batch]) -> list[Batch]:
-        """The micro-batches with the column "reference", the reference's log-probabilities of all
-        documents. Pipeline stages before the last return them unchanged. Collective unless the
-        reference is cached; then ValueError if the collator dropped the column.
-        """
+        """Return the micro-batches with the column "reference": the reference's log-probability of
+        each document. A cached reference has brought this column with the data; ValueError if the
+        data collator dropped it. Otherwise it is computed here, which is collective, and pipeline
+        stages before the last return the micro-batches unchanged."""
         if self.reference == "cached":
             expect(
                 all("reference" in batch for batch in micro_batches),
@@ -543,12 +556,12 @@ class DPOTrainer(ScoredTrainer):
     def _score_pairs(
         self, micro_batches: list[Batch], models: Any, run: Callable[..., list[torch.Tensor]]
     ) -> torch.Tensor | None:
-        """Log-probabilities [2 P] for the P pairs of all micro-batches, computed by
-        run(micro-batches). Where the backend allows it, micro-batches are joined first,
-        for fewer forward passes. None on pipeline stages before the last. Collective.
+        """Log-probabilities [2 P] of the P pairs in all micro-batches, chosen and rejected in turn;
+        None on pipeline stages before the last. Collective. If backend.joins_rows() allows it,
+        every two micro-batches that fit together share a forward pass.
 
-        models: the chunks that `run` uses.
-        """
+        models: the model chunks that run. run(micro_batches): computes a list of their
+        log-probabilities."""
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
         joined = [to_length(self.backend, batch) for batch in joined]
         logps = run(joined)
@@ -557,9 +570,10 @@ class DPOTrainer(ScoredTrainer):
     # -- the global batch
 
     def _compared(self, micro_batches: list[Batch]) -> list[Batch]:
-        """The micro-batches with the column "of_batch": numbers about the global batch for the
-        losses that need them. An evaluation does not change what such a loss remembers between
-        steps. Collective."""
+        """Return the micro-batches with the column "of_batch": for each loss that needs numbers
+        about the whole global batch, two such numbers per pair, for example a mean of rewards. An
+        evaluation does not change the values that such a loss carries from step to step.
+        Collective."""
         every, first = self._every_pair(micro_batches)
         memory = self.state.objective
         if not torch.is_grad_enabled():
@@ -575,12 +589,12 @@ class DPOTrainer(ScoredTrainer):
 
     @torch.no_grad()
     def _every_pair(self, micro_batches: list[Batch]) -> tuple[Responses, int]:
-        """(Responses with all pairs of the global batch, float64, the same on every rank; index of
-        this data-parallel rank's first pair). micro_batches: this rank's. Collective.
+        """Gather the pairs of all ranks: (Responses with log-probabilities and lengths of all pairs
+        in the global batch, float64, the same on every rank; index of this data-parallel rank's
+        first pair). micro_batches: this rank's. Collective.
 
-        The policy's log-probabilities are computed without dropout; they are 0 if no loss reads
-        them ahead. Those of the reference are 0 without one.
-        """
+        If a loss looks ahead, the policy's log-probabilities are computed here without dropout;
+        otherwise they are 0. The reference's are 0 in a run without a reference."""
         logps = None
         if any(row.looks_ahead for row in self._rows.values()):
             run = functools.partial(self._log_probs, self.models)
@@ -612,8 +626,9 @@ class DPOTrainer(ScoredTrainer):
         seq_length: int,
         micro_batch_size: int | None = None,
     ) -> list[dict[str, torch.Tensor]] | None:
-        """Log-probabilities under the reference, for each micro-batch: [{"reference_chosen_logps":
-        [P], "reference_rejected_logps": [P]}]. None on pipeline stages before the last.
+        """Log-probabilities of a pair's answers under the reference, for each micro-batch of P
+        pairs: [{"reference_chosen_logps": [P], "reference_rejected_logps": [P]}]. With ld_alpha,
+        tokens are weighted as in _log_probs_of(). None on pipeline stages before the last.
 
         models: the reference model's chunks, or the trained model's, whose adapters are off
         meanwhile. data_list: arranged micro-batches. seq_length, micro_batch_size: not used.
@@ -625,10 +640,10 @@ class DPOTrainer(ScoredTrainer):
         return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
 
     def _log_probs(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
-        """Log-probabilities of the real documents in each micro-batch, [documents], without dropout
-        and gradients. [] on pipeline stages before the last. models: the chunks to run. batches:
-        arranged micro-batches. Collective: the pipeline schedule's forward
-        passes."""
+        """Run the model over micro-batches: the log-probability of each real document (no padding),
+        [documents] for each micro-batch, without dropout and gradients. [] on pipeline stages
+        before the last. models: the model chunks to run. batches: arranged for the model.
+        Collective: the pipeline schedule's forward passes."""
 
         def collect(inputs: dict[str, Any], batch: Batch, losses: torch.Tensor) -> torch.Tensor:
             logps, _ = self._log_probs_of(batch, inputs["labels"], losses)
@@ -638,8 +653,9 @@ class DPOTrainer(ScoredTrainer):
         return measure(self.backend, step, batches, models)
 
     def _log_probs_of_reference(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
-        """Log-probabilities of the documents in each micro-batch, as from _log_probs, while the
-        trained model's adapters are off. models, more: arguments of _log_probs. Collective."""
+        """Log-probabilities under the reference: the same as _log_probs, while the adapters of the
+        trained model are off. models: the model chunks to run. batches: arranged micro-batches.
+        Collective."""
         with self.backend.finetuning.without(self.model):
             return self._log_probs(models, batches)
 
@@ -671,11 +687,11 @@ class DPOTrainer(ScoredTrainer):
         return {"reference": hash_of(facts)}
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples unchanged if the reference is not cached (or there is none), or if they have
-        its log-probabilities. Otherwise the samples with these, computed now as far as they are not
-        stored: collective; ValueError if the model has been trained already, CheckpointError if
-        stored rows are of another model or cannot be written.
-        """
+        """Add the reference's log-probabilities to a data set, if the reference is cached -> the
+        data set, which is unchanged without a cached reference, or if its samples have them
+        already. Those that are not stored yet are computed now, which is collective. ValueError if
+        the model has been trained already, even if all are stored; CheckpointError if stored values
+        are of another model or cannot be written."""
         if self.reference != "cached" or isinstance(samples, WithReference):
             return samples
         expect(
@@ -700,8 +716,9 @@ def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
 
 
 def _with_agreement(logits: Logits) -> torch.Tensor:
-    """[n, 2] for n tokens: cross entropy; and for WPO's weights, without a gradient, the log of the
-    sum of squared probabilities. Collective over the tensor-parallel group."""
+    """The loss function under use_weighting: for n tokens [n, 2], cross entropy and the log of the
+    sum of squared probabilities, which WPO's weights need; the latter has no gradient. Collective
+    over the tensor-parallel group."""
     lse = logits.logsumexp()
     with torch.no_grad():
         squares = logits.sum((2 * (logits.values - lse[:, None])).exp().sum(1)).log()
@@ -709,10 +726,9 @@ def _with_agreement(logits: Logits) -> torch.Tensor:
 
 
 def _weights_beyond(batch: Batch, alpha: float) -> torch.Tensor:
-    """Weights [rows, s] of tokens for ld_alpha: alpha for an answer's trained tokens beyond the
-    length of the pair's other answer, 1 for earlier ones. Lengths count trained tokens. batch:
-    arranged, with whole rows.
-    """
+    """Weights of tokens [rows, s] for ld_alpha: 1 up to the length of the pair's shorter answer,
+    and `alpha` for the longer answer's trained tokens after that. Lengths count trained tokens.
+    batch: arranged for the model, with whole rows (not a context-parallel shard)."""
     trained = (batch["labels"] != IGNORE_INDEX).long()
     counts = in_documents(batch, trained)
     of_pairs = counts[: len(counts) // 2 * 2].view(-1, 2)
@@ -749,9 +765,8 @@ def _joined(batches: list[Batch]) -> list[Batch]:
 def _with_column(
     batches: list[Batch], name: str, values: torch.Tensor, per_pair: int = 1
 ) -> list[Batch]:
-    """Add a column to the micro-batches: each takes its consecutive share of `values`, per_pair
-    elements for each pair in it.
-    """
+    """Return the micro-batches with one more column, cut from `values`: each takes the next
+    elements in order, per_pair for each of its pairs. name: the column's."""
     sizes = [_num_pairs(batch) * per_pair for batch in batches]
     parts = zip(batches, values.split(sizes), strict=True)
     return [{**batch, name: part} for batch, part in parts]

@@ -31,17 +31,17 @@ class PreferenceLoss(NamedTuple):
     formula(responses, config): returns losses [P] of P pairs, or (losses, rewards of chosen,
     rewards of rejected) with detached rewards; a string "module:function" names one in this
     package. responses: part_dpo_losses.Responses; config: a DPOConfig.
-    has_reference: True if the loss compares with a reference model.
-    keys: configuration keys that the loss reads, except pref_ftx, pair_weight, use_weighting and
-    ld_alpha, which work with all losses that do not exclude them.
-    required: keys that must not be 0. excludes: keys that the loss cannot be combined with.
-    of_batch: None, or a function of (responses, config, memory), or its "module:function", for
-    numbers that a formula needs from all N pairs of a global batch, such as a mean: two results,
-    each a number or a tensor [N], which the formula finds in responses.of_batch [P, 2]. memory: a
-    dict that lasts from step to step.
-    looks_ahead: True if of_batch reads the policy's log-probabilities, which takes one more forward
-    pass per step.
-    """
+
+    has_reference: True if the loss compares with a reference model. keys: configuration keys that
+    the loss reads. pref_ftx, pair_weight, use_weighting and ld_alpha are not listed: they work with
+    all losses that do not exclude them. required: keys that must not be 0. excludes: keys that the
+    loss cannot be combined with.
+
+    of_batch: for a formula that needs numbers from all N pairs of a global batch, such as a mean;
+    otherwise None. It is a function of (responses, config, memory), or its "module:function", with
+    two results, each a number or a tensor [N]. The formula finds those of its pairs in
+    responses.of_batch [P, 2]. memory: a dict that lasts from step to step. looks_ahead: True if
+    of_batch reads the policy's log-probabilities, which takes one more forward pass per step."""
 
     formula: Callable[[Any, Any], Any] | str
     has_reference: bool
@@ -172,8 +172,8 @@ _DIVERGENCE = Rule(
 
 
 def _check_excludes(a: Any, judge: Judge) -> None:
-    """Add a Problem to `judge` for each key that is set although a loss in pref_loss cannot be
-    combined with it. a: the keys of all groups."""
+    """Check that no key is set with which a loss in pref_loss cannot be combined; Problems are
+    added to `judge` (which collects them). a: the keys of the stage, or of all groups."""
     for name in a.pref_loss:
         for key in LOSSES[name].excludes:
             reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
@@ -183,8 +183,8 @@ def _check_excludes(a: Any, judge: Judge) -> None:
 
 
 def _check_pairs(a: Any, judge: Judge) -> None:
-    """Check the configuration of a preference run across all groups of keys; Problems go to
-    `judge`. a: these keys."""
+    """Check the configuration of a preference run, with the keys of all groups (`a`). Problems are
+    added to `judge` (which collects them)."""
     check_preferences(a, judge)
     _check_excludes(a, judge)
     judge.expect(
@@ -196,8 +196,8 @@ def _check_pairs(a: Any, judge: Judge) -> None:
 
 
 def _describe_preferences(keys: Any) -> str:
-    """Text about the preference losses, beta, SFT term and label smoothing for the start
-    summary."""
+    """Text for the start summary: the preference losses, beta, SFT term and label smoothing of a
+    run."""
     losses = ", ".join(keys.pref_loss)
     if keys.pref_loss_weights:
         losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"
@@ -211,8 +211,9 @@ def _keys_of(names: Iterable[str]) -> set[str]:
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Check the configuration keys of the losses and of their reference, such as the number of
-    weights; Problems go to `judge`. a: the keys of the stage."""
+    """Check the keys of preference training, such as the number of loss weights, and that keys
+    which the chosen losses do not read are left out. Problems are added to `judge` (which collects
+    them). a: the keys of the stage."""
     names = a.pref_loss
     listed = ", ".join(names)
     judge.expect(

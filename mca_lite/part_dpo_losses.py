@@ -22,17 +22,16 @@ _LARGEST_EXPONENT = 80.0  # exp(80) is finite in float32
 
 
 class Responses(NamedTuple):
-    """Inputs of a preference loss for P pairs of answers, each [P] except of_batch.
+    """Inputs of a preference loss for P pairs of answers: tensors [P], except of_batch. From
+    chosen_lens on, a field that the loss does not read may be None.
 
-    chosen, rejected: the policy's log-probabilities of the answers, as weighted by ld_alpha.
-    chosen_lens, rejected_lens: the answers' numbers of trained tokens; may be None for losses that
-    do not read them, as may the next three.
+    chosen, rejected: the policy's log-probabilities of the answers; ld_alpha, if set, weights their
+    tokens. chosen_lens, rejected_lens: the answers' numbers of trained tokens.
     reference_chosen, reference_rejected: log-probabilities under the reference.
     whole_chosen: `chosen` without ld_alpha.
-    margin: the pairs' column pair_margin, or None.
-    of_batch: two numbers about the global batch for each loss that needs some: [P, 2] in a formula,
-    [P, 2 n] for n such losses; None without one.
-    """
+    margin: the column pair_margin of the pairs; None if they have none.
+    of_batch: statistics of the global batch, two numbers for each loss that needs some: a formula
+    gets its own two [P, 2]; for n such losses together [P, 2 n]; None if no loss needs any."""
 
     chosen: torch.Tensor
     rejected: torch.Tensor
@@ -45,8 +44,9 @@ class Responses(NamedTuple):
     of_batch: Any = None
 
     def with_numbers(self, of_batch: Any) -> "Responses":
-        """A copy with `of_batch` set: the numbers that a loss takes from the whole global batch,
-        such as a mean of rewards, from PreferenceLoss.of_batch; [P, 2], or None."""
+        """A copy with another `of_batch`: [P, 2], two numbers that a loss takes from the whole
+        global batch, such as a mean of rewards (made by the function PreferenceLoss.of_batch); or
+        None."""
         return self._replace(of_batch=of_batch)
 
     @property
@@ -74,29 +74,28 @@ class Responses(NamedTuple):
 def rewards(
     numbers: tuple[torch.Tensor, torch.Tensor], config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards of (chosen, rejected) answers for the log: beta times `numbers`, without a gradient.
-
-    numbers: the log-ratios to the reference; for losses without a reference, Responses.means.
-    """
+    """Compute the rewards of (chosen, rejected) answers for the log: beta times `numbers`, without
+    a gradient. numbers: (of chosen, of rejected): the log-ratios to the reference, or for a loss
+    without a reference Responses.means."""
     of_chosen, of_rejected = numbers
     return config.beta * of_chosen.detach(), config.beta * of_rejected.detach()
 
 
 def scores(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """f'(u) for (chosen, rejected) answers, the slope of the configured f-divergence at the ratio u
-    of policy to reference probability (2309.16240).
+    """Slopes f'(u) of the f-divergence f_divergence_type for (chosen, rejected) answers, [P] each
+    (2309.16240). u is the policy's probability of the answer divided by the reference's. Losses
+    that read f_divergence_type use the slopes in place of log-ratios.
 
     reverse_kl: log u, the plain log-ratio. js_divergence: log(2 u / (1 + u)). alpha_divergence:
     (u^(a - 1) - 1) / (a - 1) with a = f_alpha_divergence_coef, log u for a = 1. forward_kl: the
-    same with a = 0.
-    """
+    same with a = 0."""
     of_chosen, of_rejected = r.ratios
     return _slope(of_chosen, config), _slope(of_rejected, config)
 
 
 def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
-    """f'(u), the slope of the configured f-divergence, at u = exp(log_ratio). Powers of u above
-    exp(80) count as exp(80)."""
+    """Compute f'(u), the slope of the f-divergence that config names, from log_ratio = log u. A
+    power of u above exp(80) counts as exp(80), so that it stays finite."""
     kind = config.f_divergence_type
     if kind == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
@@ -111,7 +110,8 @@ def _margin(
     r: Responses, config: Any, of_chosen: torch.Tensor, of_rejected: torch.Tensor
 ) -> torch.Tensor:
     """beta (of_chosen - of_rejected) [P], minus the column pair_margin if pairs have one
-    (2402.10571)."""
+    (2402.10571). of_chosen, of_rejected: a value [P] per answer, such as its log-ratio to the
+    reference."""
     margin = config.beta * (of_chosen - of_rejected)
     return margin if r.margin is None else margin - r.margin
 
@@ -135,9 +135,9 @@ def _smoothed(d: torch.Tensor, e: float) -> torch.Tensor:
 
 
 def _token_loss(r: Responses) -> torch.Tensor:
-    """Cross entropy [P] of the chosen answers: the sum over an answer's tokens, times the number
-    from pairs_per_token. Its mean over the global batch's pairs is then the mean loss per token.
-    """
+    """Cross entropy [P] of the chosen answers: the sum over an answer's tokens, times the factor in
+    r.of_batch that pairs_per_token computed. So the mean of the result over all pairs of the global
+    batch is the mean loss per token."""
     return -r.whole_chosen * r.of_batch[:, 0]
 
 
@@ -147,7 +147,7 @@ def _token_loss(r: Responses) -> torch.Tensor:
 def sigmoid(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of DPO (2305.18290): -(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta (c
     - r) - margin and e = label_smoothing. c and r are the log-ratios of the chosen and the rejected
-    answer to the reference, or the slopes of another f-divergence (see scores). With e > 0
+    answer to the reference, or the slopes of another f-divergence (see scores). With e > 0 this is
     conservative DPO."""
     return _smoothed(_difference(r, config), config.label_smoothing)
 
@@ -176,7 +176,9 @@ def ipo(r: Responses, config: Any) -> torch.Tensor:
 
 def robust(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of robust DPO (2403.00409): (-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2
-    e), with e = label_smoothing and d = beta (c - r) - margin as in DPO."""
+    e), with e = label_smoothing and d = beta (c - r) - margin. c and r are the log-ratios of the
+    chosen and the rejected answer to the reference, or the slopes of another f-divergence (see
+    scores)."""
     d = _difference(r, config)
     e = config.label_smoothing
     return (-(1 - e) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)
@@ -184,8 +186,9 @@ def robust(r: Responses, config: Any) -> torch.Tensor:
 
 def exo_pair(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of EXO (2402.00856, equation 16): sigmoid(d) (log sigmoid(d) - log(1 - e)) +
-    sigmoid(-d) (log sigmoid(-d) - log e), with e = label_smoothing and d = beta (c - r) - margin as
-    in DPO."""
+    sigmoid(-d) (log sigmoid(-d) - log e), with e = label_smoothing and d = beta (c - r) - margin. c
+    and r are the log-ratios of the chosen and the rejected answer to the reference, or the slopes
+    of another f-divergence (see scores)."""
     d = _difference(r, config)
     e = config.label_smoothing
     of_chosen = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
@@ -194,7 +197,9 @@ def exo_pair(r: Responses, config: Any) -> torch.Tensor:
 
 def discopop(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of DiscoPOP (2406.08414, equation 5): (1 - m) (-log sigmoid(d)) + m exp(-d) with m
-    = sigmoid(d / discopop_tau) and d = beta (c - r) - margin as in DPO."""
+    = sigmoid(d / discopop_tau) and d = beta (c - r) - margin. c and r are the log-ratios of the
+    chosen and the rejected answer to the reference, or the slopes of another f-divergence (see
+    scores)."""
     d = _difference(r, config)
     share = (d / config.discopop_tau).sigmoid()
     return (1 - share) * -logsigmoid(d) + torch.exp(logsigmoid(d / config.discopop_tau) - d)
@@ -214,7 +219,8 @@ def nca_pair(r: Responses, config: Any) -> torch.Tensor:
 def bco_pair(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of BCO (2404.04656): -log sigmoid(b c - m) - log sigmoid(m - b r), with b = beta,
     and c and r the log-ratios of the chosen and the rejected answer to the reference. m is the
-    running mean of rewards from bco_shift; 0 in bco_pair_unshifted."""
+    running mean of rewards that bco_shift computed; without statistics of the batch (the loss
+    bco_pair_unshifted) m = 0."""
     of_chosen, of_rejected = _scaled(r, config)
     shift = 0.0 if r.of_batch is None else r.of_batch[:, 0]
     return -logsigmoid(of_chosen - shift) - logsigmoid(shift - of_rejected)
@@ -246,8 +252,8 @@ def apo_down(r: Responses, config: Any) -> torch.Tensor:
 def kto_pair(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of KTO on pairs (2402.01306, v1): (sigmoid(b (z_r - c)) + sigmoid(b (r - z_c))) /
     2, with b = beta, and c and r the log-ratios of the chosen and the rejected answer to the
-    reference. z_r and z_c are means of r and c over the global batch, at least 0, from kl_of_batch.
-    """
+    reference. z_r and z_c are the means of r and of c over the global batch, raised to at least 0;
+    kl_of_batch computes them."""
     of_chosen, of_rejected = r.ratios
     kl_of_rejected, kl_of_chosen = r.of_batch.unbind(-1)
     chosen_loss = (config.beta * (kl_of_rejected - of_chosen)).sigmoid()
@@ -335,16 +341,17 @@ def sft(r: Responses, config: Any) -> torch.Tensor:
 
 
 def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(N / number of tokens (at least 1) in the chosen answers, 0), for the N pairs of the global
-    batch in `every`: the factor that turns a mean per pair into a mean per token. memory is not
-    used."""
+    """Compute the factor that turns a loss's mean per pair into a mean per token: (N / number of
+    tokens in the chosen answers, 0). every: the N pairs of the global batch. The number of tokens
+    counts as at least 1. memory is not used."""
     return len(every.chosen_lens) / every.chosen_lens.sum().clamp(min=1), 0.0
 
 
 def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(m, 0) for BCO. m is the mean, over the steps in `memory` and this one, of a step's mean
-    reward beta (c + r) / 2; c and r are the log-ratios of the pairs in `every`. memory keeps m and
-    the number of steps; a step with a non-finite m changes neither."""
+    """Update the running mean of rewards for BCO -> (m, 0). m is the mean, over the steps counted
+    in `memory` and this one, of a step's mean reward beta (c + r) / 2. c and r are the log-ratios
+    to the reference of chosen and rejected answers in `every`, the pairs of the global batch.
+    memory keeps m and the number of steps; a step whose m is not finite changes neither."""
     mean = float(config.beta * torch.cat(every.ratios).mean())
     steps = memory.get("bco_steps", 0) + 1
     before = memory.get("bco_mean", 0.0)
@@ -355,30 +362,32 @@ def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[An
 
 
 def kl_of_batch(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(z_r, z_c) for KTO on pairs: the mean log-ratio to the reference of the rejected, and of the
-    chosen answers in `every`, the global batch's pairs; both at least 0. memory is not used."""
+    """Compute KTO's reference points for pairs -> (z_r, z_c): the mean log-ratio to the reference
+    of the rejected answers, and that of the chosen answers, both raised to at least 0. every: the
+    pairs of the global batch. memory is not used."""
     of_chosen, of_rejected = every.ratios
     return of_rejected.mean().clamp(min=0), of_chosen.mean().clamp(min=0)
 
 
 def _partners(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """For each of `values` [N], the element of `others` [N] that has the same rank when both are
-    sorted.
-    """
+    """Match two tensors [N] by rank: for each element of `values`, the element of `others` that has
+    the same rank when both are sorted."""
     return others.sort().values[values.argsort(stable=True).argsort()]
 
 
 def sorted_references(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(for each pair of the global batch in `every`, the reference's margin (chosen minus rejected
-    log-probability) that has the same rank as the pair's margin under the policy; 0), for AOT.
-    memory is not used."""
+    """For AOT: match each pair with a reference margin of equal rank -> (matched reference margins
+    [N], 0). A margin is the chosen minus the rejected log-probability; the policy's and the
+    reference's margins are both sorted over `every`, the N pairs of the global batch. memory is not
+    used."""
     margins = every.chosen - every.rejected
     return _partners(margins, every.reference_chosen - every.reference_rejected), 0.0
 
 
 def sorted_partners(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """For AOT unpaired, over the global batch's pairs in `every`: (for each pair, the rejected
-    log-ratio with the same rank as its chosen one; the chosen log-ratio with the same rank as its
-    rejected one). memory is not used."""
+    """For AOT unpaired: match each answer with the opposite answer of equal rank, by log-ratios to
+    the reference, sorted over `every` (the N pairs of the global batch) -> (for each chosen answer
+    its partner's log-ratio [N], for each rejected answer its partner's log-ratio [N]). memory is
+    not used."""
     of_chosen, of_rejected = every.ratios
     return _partners(of_chosen, of_rejected), _partners(of_rejected, of_chosen)

@@ -10,17 +10,18 @@ from .hosts import Weight, last_of, module_of
 
 
 class Freeze(Finetuning):
-    """finetuning_type freeze: train the layers and modules that configuration keys name, as in
-    LLaMA-Factory, and a value head. Modules are named as in Hugging Face models.
-    """
+    """finetuning_type freeze: train the language model's layers and modules that the keys freeze_*
+    name, as in LLaMA-Factory, and a value head, if the model has one. Modules are named as in
+    Hugging Face models."""
 
     @classmethod
     def trained_of_language(
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
-        """Names of the language model's modules to train. A value head, if there is one, is always
-        among them, since it starts from random weights. weights: the language model's. keys: the
-        run's. Keys that do not fit the model become Problems in `judge`."""
+        """Choose the language model's modules to train, as the run's keys freeze_* say -> their
+        names. A value head, if there is one, is always among them, since it starts from random
+        weights. weights: the language model's. num_layers: its number of layers. Keys that do not
+        fit the model become Problems in `judge`, which collects the errors of a configuration."""
         named = _named(weights, keys, num_layers, judge)
         # a value head starts from random weights: train it always
         head = module_of(VALUE_HEAD)
@@ -30,9 +31,10 @@ class Freeze(Finetuning):
 
 
 def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> set[str]:
-    """The language model's modules that the freeze_* keys name, as full names; of tied modules, if
-    one is named, both. Names and layer counts that do not fit the model become Problems in `judge`.
-    """
+    """Find the language model's modules that the keys freeze_* name -> their full names. If one of
+    two modules with a tied weight is named, both are returned. weights: the language model's. Names
+    and layer counts that do not fit the model become Problems in `judge`, which collects the errors
+    of a configuration."""
     count = keys.freeze_trainable_layers
     judge.expect(
         abs(count) <= num_layers,
@@ -79,16 +81,17 @@ def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> 
 
 
 def _fits(name: str, wish: str) -> bool:
-    """True if a module is the one that `wish` names, or inside it: wish "mlp" fits name
-    "mlp.up_proj". "all" fits every module. name: the module's name within its layer; outside the
-    layers, the last part of its name.
-    """
+    """True if the user's text `wish` means the module `name`, or a module around it: "mlp" means
+    "mlp" and "mlp.up_proj". "all" means every module. name: the module's name within its layer; for
+    a module outside the layers, the last part of its name."""
     return wish == "all" or f"{name}.".startswith(f"{wish}.")
 
 
 def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` for the first wanted name that fits no module in `names`, or that
-    contains an index, such as an expert's. key: the configuration key with the wanted names."""
+    """Check that the model has the modules that the user named in a key, and that no name contains
+    an index, such as an expert's. For the first wrong one a Problem is added to `judge`, which
+    collects the errors of a configuration. key: the configuration key. wanted: the names in it.
+    names: the model's modules."""
     names = list(names)
     known = dict.fromkeys(name.partition(".")[0] for name in names)
     for wish in wanted:

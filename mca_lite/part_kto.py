@@ -55,14 +55,14 @@ class KTOConfig(ReferenceConfig):
 class KTOTrainer(DPOTrainer):
     """Train with KTO on labelled answers. A sample has one document {"input_ids", "labels",
     "answer_label"} with shifted labels; answer_label is 1 for a desirable answer, 0 for an
-    undesirable one. With sequence_packing, a data set may also be a data_batches.Packs of such
-    samples.
+    undesirable one. With sequence_packing, a data set may also be a data_batches.Packs (packed
+    rows) of such samples.
 
     train_config: a KTOConfig; None: its defaults. Other arguments are DPOTrainer's;
-    per_device_train_batch_size counts answers, or packs. KTO's kl comes from mismatched documents,
-    a prompt with another sample's answer, which token counts exclude. In an evaluation, kl is
-    estimated over the micro-batches that run together. ValueError for data and keys that do not
-    fit.
+    per_device_train_batch_size counts answers, or packs. The metric kl estimates the KL divergence
+    to the reference. It comes from mismatched documents, a prompt with another sample's answer,
+    which token counts exclude; in an evaluation it is estimated over the micro-batches that run
+    together. ValueError for data and keys that do not fit.
     """
 
     row_unit = "sample"
@@ -78,10 +78,10 @@ class KTOTrainer(DPOTrainer):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """(1, 2) for FLOPs: per step the trained model runs one extra forward pass, over mismatched
-        documents; a reference that runs in each step runs two, over answers and over mismatched
-        documents.
-        """
+        """Numbers of forward passes per step, for counting FLOPs: (extra ones of the trained model,
+        those of a reference model that runs in each step). Here (1, 2): mismatched documents (a
+        prompt with another sample's answer) run once through the trained model; answers and
+        mismatched documents run separately through the reference."""
         return 1, 2  # mismatched answers have, over an epoch, about as many tokens as the answers
 
     @classmethod
@@ -118,13 +118,13 @@ class KTOTrainer(DPOTrainer):
         ref_mismatched_logps: torch.Tensor,
         losses: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """Turn token losses [b, s] into (sum of the answers' losses, number of answers int32,
-        {metric: float32 [sum, count]}).
+        """Compute KTO's loss from token losses [b, s] -> (sum of the answers' losses, number of
+        answers int32, {metric: float32 [sum, count]}).
 
-        labels: [b, s] on this rank. batch: the whole micro-batch, with "kl". ref_logps,
-        ref_mismatched_logps: [n], log-probabilities under the reference; the second is not used.
-        Under context parallelism collective over its group, whose ranks other than the first return
-        counts and metrics of 0.
+        labels: [b, s] on this rank. batch: the whole micro-batch of n answers, with "kl" (the
+        estimate of the KL divergence). ref_logps: [n], the answers' log-probabilities under the
+        reference. ref_mismatched_logps is not used. Under context parallelism collective over its
+        group, whose ranks other than the first return counts and metrics of 0.
         """
         config = self.train_config
         logps, _ = sum_documents(self.backend, batch, labels, losses)
@@ -167,11 +167,10 @@ class KTOTrainer(DPOTrainer):
 
     @torch.no_grad()
     def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
-        """Remove the mismatched documents from the micro-batches, and add "kl", the estimate of the
-        KL divergence to the reference, to each -> the micro-batches. For it, the mismatched
-        documents of all ranks' micro-batches first run forward through the trained model.
-        Collective.
-        """
+        """Estimate the KL divergence to the reference, before the micro-batches of a step are
+        trained -> the micro-batches without mismatched documents (a prompt with another sample's
+        answer), each with the estimate as "kl". For it, the mismatched documents of all ranks run
+        forward through the trained model. Collective."""
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)
         logps = self._log_probs(self.models, mismatched)
@@ -185,10 +184,11 @@ class KTOTrainer(DPOTrainer):
         return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
 
     def _reference_logps(self, models: Any, batches: list[Batch]) -> list[torch.Tensor]:
-        """Log-probabilities under the reference of each answer and its mismatched document, [n, 2]
-        for each micro-batch; [] on pipeline stages before the last. Answers and mismatched
-        documents run separately, because a longer mismatched one would pad the answers. Collective.
-        """
+        """Log-probabilities under the reference: [n, 2] for each micro-batch, of each of its n
+        answers and of the mismatched document that belongs to it (a prompt with another sample's
+        answer). [] on pipeline stages before the last. models: those that serve as the reference.
+        Both kinds run separately, because a longer mismatched document would pad the answers.
+        Collective."""
         kinds = []
         for first in range(2):
             chosen = self._of_each_two(batches, first)
@@ -196,8 +196,9 @@ class KTOTrainer(DPOTrainer):
         return [torch.stack(pair, -1) for pair in zip(*kinds, strict=True)]
 
     def _of_each_two(self, batches: list[Batch], first: int) -> list[Batch]:
-        """Arranged micro-batches with only the answers (first = 0) or only the mismatched documents
-        (first = 1), padded anew as the layout needs it. Collective if the layout pads to the
+        """Keep only the answers (first = 0) or only the mismatched documents (first = 1) of
+        micro-batches, in which the two alternate. batches: arranged ones (from batch.pack or
+        split). Rows are padded anew as the layout needs it. Collective if the layout pads to the
         longest row of all ranks."""
         chosen = [_every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
@@ -206,15 +207,15 @@ class KTOTrainer(DPOTrainer):
     # -- data
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with mismatched documents; for a cached reference also with its
-        log-probabilities, and then collective.
-        """
+        """Add a mismatched document (a prompt with another sample's answer) to each sample. If the
+        reference is cached, its log-probabilities are added too, unless the samples have them;
+        computing them is collective."""
         return super()._prepare_samples(self._paired(samples))
 
     def _paired(self, samples: Any) -> Any:
-        """The samples as a Mismatched view, which gives each sample a mismatched document. Samples
-        that already have one are returned unchanged. ValueError for samples that do not fit.
-        """
+        """Add a mismatched document (a prompt with another sample's answer) to each sample, as a
+        Mismatched view. Samples that already have one are returned unchanged. ValueError for
+        samples that do not fit."""
         if isinstance(samples, (Mismatched, WithReference)):
             return samples
         self.check_samples(samples)
@@ -226,9 +227,9 @@ class KTOTrainer(DPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Each answer's summed log-probability and number of trained tokens, in the data set's
-        order, and metrics, as a PredictionOutput on every rank. ignore_keys has no effect.
-        Mismatched documents are left out. Collective."""
+        """Compute each answer's summed log-probability and its number of trained tokens, in the
+        data set's order, and metrics -> a PredictionOutput on every rank. Mismatched documents (a
+        prompt with another sample's answer) are left out. ignore_keys has no effect. Collective."""
         view = samples_of(test_dataset)
         while isinstance(view, (Mismatched, WithReference)):
             view = view.dataset
@@ -240,14 +241,16 @@ class KTOTrainer(DPOTrainer):
 
 
 class Mismatched(View):
-    """A view of labelled samples for KTO's estimate of the KL divergence. Each sample gets two
+    """A view of labelled samples for KTO's estimate of the KL divergence. Each sample has two
     documents: its own, and a mismatched one, which joins its prompt with another sample's answer.
-    The other sample is the one before it in its block, and for a block's first sample the block's
-    last one.
+    Samples form blocks. The other sample is the one before it in its block; for the first sample of
+    a block it is the block's last one.
 
-    block: samples per block; a sample alone in its block gets the answer of the sample before it in
-    the data set, or the first one that of the last. cutoff_len: maximum tokens of a mismatched
-    document; None: no limit. ValueError on reading a sample whose answer_label is not 1 or 0."""
+    block: samples per block. For a sample alone in its block, the other is the one before it in the
+    data set; for the first of the data set, the last one. cutoff_len: maximum tokens of a
+    mismatched document; None: no limit. ValueError on reading a sample whose answer_label is not 1
+    or 0.
+    """
 
     documents_per_sample = 2
 
@@ -260,7 +263,8 @@ class Mismatched(View):
         self.fingerprint = fingerprint and f"{fingerprint} mismatched {block} {cutoff_len}"
 
     def partner(self, i: int) -> int:
-        """Index of the sample whose answer stands in sample i's mismatched document."""
+        """Index of the sample whose answer is joined with sample i's prompt in the mismatched
+        document."""
         start = i - i % self.block
         size = min(self.block, len(self) - start)
         if size == 1:
@@ -283,9 +287,10 @@ class Mismatched(View):
 
 
 def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A new document: the prompt of `document` with the answer of `other`, with shifted labels on
-    the answer only. Registered columns per token that `document` has come from both; positions of
-    tokens, in documents with images, rise by 1 per token over the answer; the rest is left out."""
+    """Make a mismatched document: the prompt of `document` with the answer of `other`. Its labels
+    are shifted and cover the answer alone. Registered columns per token that `document` has are
+    joined from both; positions of tokens, which documents with images have, rise by 1 per token
+    over the answer. Other columns are left out."""
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)
@@ -312,9 +317,9 @@ def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
-    """(first, end) indices of the labels of a document's answer; labels of the prompt are masked.
-    ValueError if the answer has no label, or a gap.
-    """
+    """The part of a document's labels that belongs to its answer, as indices (first, end): labels
+    of the prompt are masked with IGNORE_INDEX. ValueError if no label is left, or if there is a gap
+    between them."""
     [trained] = np.nonzero(np.asarray(document["labels"]) != IGNORE_INDEX)
     expect(len(trained) > 0, "a sample has no label: expected those of its answer")
     first = int(trained[0])
@@ -327,9 +332,10 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _every_second(batch: Batch, first: int) -> Batch:
-    """An arranged batch with only the documents first, first + 2, and so on. Unpacked rows become
-    as long as the longest document that is left; a packed row has these documents end to end, and
-    one of padding keeps one document. Columns per document, sample or image are unchanged."""
+    """Keep only the documents first, first + 2 and so on of a micro-batch. batch: an arranged one
+    (from batch.pack or split). Rows that are not packed become as long as the longest document that
+    is left. A packed row has these documents end to end; one of padding alone keeps one document.
+    Columns per document, sample or image are unchanged."""
     chosen = dict(batch)
     names = [name for name in batch if is_of_tokens(name)]
     if "cu_seqlens" not in batch:

@@ -27,7 +27,8 @@ class KTOArguments(ArgumentGroup):
 
 
 def _describe_kto(keys: Any) -> str:
-    """Text about the loss for the start summary."""
+    """Text for the start summary: beta, and the weights of good and bad answers. keys: the run's
+    configuration keys."""
     text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
     return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
 

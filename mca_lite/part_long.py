@@ -52,8 +52,9 @@ _KERNELS = (
 
 
 def check(config: Any, judge: Judge) -> None:
-    """Add a Problem to `judge` if recompute_keep is set for a model with attention dropout: they do
-    not work together."""
+    """Refuse recompute_keep (keeping attention kernels' outputs) for a model with attention
+    dropout, with which it does not work. The refusal is added to `judge`, which collects
+    configuration errors. config: the model's McaModelConfig."""
     dropout = config.recompute_keep and config.attention_dropout
     reason = f"the model's attention_dropout is {config.attention_dropout}, and a kernel that is "
     reason += "not called again draws no numbers for the dropout after it"
@@ -76,11 +77,10 @@ class HostPool:
         self.limit = limit
 
     def take(self, size: int) -> list[torch.Tensor] | None:
-        """Take uint8 pieces of host memory with `size` bytes or more in all; None, with a warning,
-        if no unused piece is large enough and a new one would exceed the limit.
+        """Take pieces of host memory, uint8, that together have `size` bytes or more. If the limit
+        forbids a new piece and no unused one is large enough, return None, with a warning.
 
-        Sizes of pieces are powers of two, so that rows of other lengths can reuse them.
-        """
+        Sizes of pieces are powers of two, so that tensors of similar length can reuse them."""
         if self.limit is None:
             self.limit = SHARE * host_memory() / world.current().local_size
         rest = size % PIECE
@@ -132,11 +132,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Offloaded:
-    """A tensor that is copied to host memory until backward needs it, into pieces from POOL. On a
-    GPU copies overlap with other work.
+    """A tensor that waits in host memory until the backward pass needs it. Its host memory comes
+    from POOL. On a GPU the copies there and back overlap with other work.
 
-    The tensor also stays on the device until release(). get() returns it, once, with its original
-    strides."""
+    The copy to the host starts at once, and release() drops the tensor on the device. fetch()
+    starts the copy back, and get() returns the tensor, once, with its original strides."""
 
     def __init__(self, tensor: torch.Tensor, pieces: list[torch.Tensor]):
         self.tensor: torch.Tensor | None = tensor
@@ -147,8 +147,8 @@ class Offloaded:
         self._done = self._copy(tensor, to_host=True)
 
     def _copy(self, tensor: torch.Tensor, to_host: bool) -> Any:
-        """Start the copies between the tensor and its pieces in host memory -> a CUDA event at
-        their end; None for a CPU tensor."""
+        """Start the copy of a tensor to its pieces of host memory (to_host) or back from them -> a
+        CUDA event that marks the end; None for a CPU tensor."""
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         stream = _stream(tensor.device) if tensor.is_cuda else None
         if stream is not None:
@@ -208,15 +208,14 @@ def _can_leave(tensor: torch.Tensor) -> bool:
 
 
 class Unit:
-    """A group of layers under activation checkpointing, for one forward and backward pass: keeps
-    the outputs of attention kernels for the recomputation, and offloads tensors to host memory, as
-    configured.
+    """A group of layers under activation checkpointing, for one forward and one backward pass. As
+    configured, it keeps the outputs of attention kernels for the recomputation, and offloads
+    tensors to host memory until backward.
 
-    first: the first input tensor of the unit. before: the unit whose output is this unit's input,
-    or None; its tensors are prefetched to the device while this unit is recomputed. last (on the
-    class): returns the unit made last, None if it is gone. running (on the class): the unit whose
-    layers run now, or None.
-    """
+    first: the first input tensor of the unit. before: the unit whose output is that tensor, or
+    None; its offloaded tensors are copied back while this unit is recomputed. last (on the class):
+    returns the unit that was made last, or None if it is gone. running (on the class): the unit
+    whose layers run now, or None."""
 
     last: Callable[[], "Unit | None"] = lambda: None  # the unit made last
     running: "Unit | None" = None
@@ -235,9 +234,9 @@ class Unit:
         Unit.last = weakref.ref(self)
 
     def run(self, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Call function(*tensors), a pass through the unit's layers: with recompute_keep the first
-        call keeps the outputs of attention kernels, and the second, a recomputation, reuses
-        them."""
+        """Call function(*tensors), which runs the unit's layers: first in the forward pass, then
+        again as the recomputation. Layers with recompute_keep store the outputs of attention
+        kernels in the first call, and reuse them in the second."""
         outer, Unit.running = Unit.running, self
         try:
             return function(*tensors)
@@ -246,9 +245,10 @@ class Unit:
             self.is_again = True
 
     def hold(self, tensor: torch.Tensor) -> Any:
-        """Offload a tensor to host memory -> the Offloaded; the tensors that this unit and the one
-        made before it offloaded last leave the device now. Returns the tensor itself if offloading
-        is off, if the tensor cannot be offloaded, or if host memory is full."""
+        """Offload a tensor to host memory -> an Offloaded (its copy there). The tensor itself is
+        returned instead if offloading is off, if the tensor cannot be offloaded, or if host memory
+        is full. When it is offloaded, the tensors that this unit and the unit made before it
+        offloaded last leave the device."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
@@ -263,8 +263,9 @@ class Unit:
         return self.open
 
     def back(self, held: Any) -> torch.Tensor:
-        """The tensor that was given to hold(). held: what hold() returned for it. The first call
-        also starts to copy back this unit's other tensors and the tensors of the unit before."""
+        """Return the tensor that was given to hold(), on its device. held: the result of hold().
+        The first call also starts to copy back the other offloaded tensors of this unit, and those
+        of the unit before it."""
         before, self.before = self.before, None
         for away in (*self.away, *(before.away if before is not None else ())):
             away.fetch()
@@ -273,8 +274,8 @@ class Unit:
         return held.get() if isinstance(held, Offloaded) else held
 
     def result(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A kernel's outputs: in the first pass computed by function(*args) and kept, in the
-        recomputation the kept ones."""
+        """The outputs of an attention kernel: the first pass calls function(*args) and keeps the
+        outputs; the recomputation takes these in the same order, without the call."""
         if self.is_again:
             return tree_map_only((torch.Tensor, Offloaded), self.back, self.kept.popleft())
         with _Paused():
@@ -285,8 +286,8 @@ class Unit:
 
 
 class _Paused:
-    """Context manager in which _Keeping keeps no outputs: the kernels that run are parts of a
-    result that is kept as a whole."""
+    """Context manager in which attention kernels run as usual, although _Keeping (which stores
+    their outputs) is active: they make up a larger result that is kept as a whole."""
 
     depth = 0
 
@@ -298,8 +299,9 @@ class _Paused:
 
 
 class _Keeping(TorchDispatchMode):
-    """Context manager that intercepts attention kernels: in the first pass their outputs are kept
-    in a Unit, in the recomputation they are taken from it."""
+    """Context manager in which attention kernels are intercepted: in the first pass their outputs
+    are stored in a Unit (a group of recomputed layers), in the recomputation they are taken from
+    there instead of running the kernels."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -325,9 +327,12 @@ def checkpointed(
     function: Callable[..., Any],
     *tensors: torch.Tensor,
 ) -> Any:
-    """Run checkpoint(function, *tensors), megatron's or Transformer Engine's activation
-    checkpointing, with kept kernel outputs and offloading as configured. While gradients are
-    disabled nothing is kept or offloaded."""
+    """Run layers under activation checkpointing -> checkpoint(function, *tensors). As the config
+    says, outputs of attention kernels are kept and tensors are offloaded to host memory; while
+    gradients are disabled neither happens.
+
+    config: the model's config. checkpoint: megatron's or Transformer Engine's checkpointing.
+    function: runs the layers on `tensors`."""
     if not torch.is_grad_enabled():
         return checkpoint(function, *tensors)
     unit = Unit(config, tensors[0])
@@ -347,9 +352,9 @@ def _attend(
     value: torch.Tensor,
     *args: Any,
 ) -> torch.Tensor:
-    """CoreAttention.forward for layers with recompute_keep: its kernels' outputs are kept in the
-    running Unit, if there is one, and reused in the recomputation. forward: the original method.
-    args: its further arguments."""
+    """Replaces CoreAttention.forward in layers with recompute_keep: outputs of its kernels are kept
+    in the running Unit (a group of recomputed layers) and reused in the recomputation. Outside of a
+    Unit the original method runs as usual. forward: that method. args: its further arguments."""
     unit = Unit.running
     if unit is None or not unit.keeps:
         return forward(query, key, value, *args)
@@ -368,13 +373,12 @@ def _attend(
 
 
 class Tiles(torch.autograd.Function):
-    """Run a module on tiles of rows, one after another: run(start, *tiles) for the rows from
-    `start` on of tensors [t, ...] -> [t, ...].
+    """Autograd function: run a module on tiles (groups of consecutive rows) one after another.
+    Tensors [t, ...] are cut into tiles along their rows, and results are joined to [t, ...].
 
     Backward runs each tile again, so that one tile's activations are in memory at a time. Gradients
     of weights are summed over tiles in float32, or by the linear itself in main_grad. Collectives:
-    those of `run`, for each tile; the ranks of its groups need the same t.
-    """
+    those of `run`, for each tile; the ranks of its groups need the same t."""
 
     @staticmethod
     def forward(
@@ -385,10 +389,11 @@ class Tiles(torch.autograd.Function):
         is_read: bool,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the tiles -> output [t, ...]. rows: rows per tile. tensors: first `count` tensors to
-        cut into tiles, then the trained parameters that `run` uses, which get gradients. is_read:
-        False if nobody reads the output's values; it is then zeros in the first tensor's shape, and
-        no tile is run."""
+        """Run the tiles -> output [t, ...]. run(start, *tiles): computes the output for the rows
+        from index `start` on. rows: rows per tile. tensors: the first `count` of them are cut into
+        tiles; the others are the trained parameters that `run` uses, which get gradients. is_read:
+        False if nobody reads the output's values; the output is then zeros in the first tensor's
+        shape, and no tile is run."""
         ctx.of_run = run, rows
         ctx.parameters = tensors[count:]
         ctx.save_for_backward(*tensors[:count])
@@ -437,9 +442,10 @@ def _starts(x: torch.Tensor, rows: int) -> range:
 def _added(
     parameter: torch.Tensor, total: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Add a tile's gradient of a parameter to the total of earlier tiles, in float32 -> the new
-    total. None adds nothing. If megatron's linear has added the gradient to main_grad already,
-    `gradient` is only a placeholder, and is returned."""
+    """Add one tile's gradient of a parameter to the sum of earlier tiles, in float32 -> the new
+    sum. total: None before the first tile. gradient: None adds nothing. If megatron's linear has
+    already added the gradient to main_grad, `gradient` is only a placeholder, and is returned as it
+    is."""
     if gradient is None:
         return total
     if getattr(parameter, "grad_added_to_main_grad", False):
@@ -450,16 +456,18 @@ def _added(
 def _tiled(
     module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor, is_read: bool = True
 ) -> torch.Tensor:
-    """Apply Tiles to `tensors`, with gradients for the module's trained parameters. run(start,
-    *tiles): the output for the rows from `start` on. rows: rows per tile; below 1 counts as 1.
-    is_read: see Tiles.forward."""
+    """Run a module on tiles (groups of consecutive rows) of `tensors` one after another, with
+    gradients for its trained parameters -> the joined output. run(start, *tiles): computes the
+    output for the rows from index `start` on. rows: rows per tile; below 1 counts as 1. is_read:
+    False if nobody reads the output, which is then zeros."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Tiles.apply(run, max(rows, 1), len(tensors), is_read, *tensors, *trained)
 
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """An MLP's forward pass on x [s, b, h], size // b positions (at least one) at a time ->
-    (output, or zeros if nobody reads it, None). The bias is added inside the tiles."""
+    """Forward pass of an MLP in tiles -> (output [s, b, h], with the bias; None). If nobody reads
+    the output, it is zeros. module: the MLP. x: [s, b, h]. size: tokens per tile; a tile has size
+    // b positions of all b rows, but at least one position."""
 
     last = module.linear_fc2.weight
 
@@ -474,8 +482,9 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
-    """Forward pass of shared experts on x [s, b, h], size // b positions (at least one) at a time
-    -> output [s, b, h]."""
+    """Forward pass of an MoE layer's shared experts in tiles -> output [s, b, h]. module: the
+    shared experts. x: [s, b, h]. size: tokens per tile; a tile has size // b positions of all b
+    rows, but at least one position."""
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, tile)
@@ -486,9 +495,10 @@ def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
 def _experts(
     module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Forward pass of experts on rows x [t, h], sorted by expert, `size` rows at a time -> (outputs
-    times probs [t, h], or zeros if nobody reads them, None). tokens_per_expert: [experts], rows of
-    each. probs: router weights [t]."""
+    """Forward pass of an MoE layer's experts in tiles -> (outputs times probs, [t, h]; None). If
+    nobody reads the outputs, they are zeros. module: the experts. size: rows per tile. x: [t, h],
+    rows sorted by expert. tokens_per_expert: [experts], the number of rows of each. probs: [t],
+    router weights."""
     ends = tokens_per_expert.cumsum(0)
 
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
@@ -501,9 +511,10 @@ def _experts(
 
 
 def prepare(layer: Any, config: Any) -> None:
-    """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: the first replaces the
-    method forward of its CoreAttention, the second that of its MLP, or experts and shared experts.
-    """
+    """Prepare a decoder layer, in place, for the keys recompute_keep and mlp_chunk_size.
+    recompute_keep (keep attention outputs) replaces the method forward of the layer's
+    CoreAttention; mlp_chunk_size (MLPs in tiles) replaces that of its MLP, or of its experts and
+    shared experts."""
     attention = layer.self_attention
     for module in attention.modules() if config.recompute_keep else ():
         if isinstance(module, CoreAttention):

@@ -26,15 +26,16 @@ next_choice = ""  # what to set if memory is short all the same: for the words o
 
 
 def least(count: int, need: Callable[[int], float], room: float) -> int:
-    """The smallest number of recomputed layers, 0 to `count`, whose need(number), bytes of memory,
-    is at most `room`; if there is none, the number that needs least memory."""
+    """The smallest number of recomputed layers, from 0 to `count`, with which a step fits into
+    memory. need(number): bytes that the step takes with this number. room: free bytes. If none
+    fits, the number that needs least memory."""
     fitting = [number for number in range(count + 1) if need(number) <= room]
     return min(fitting) if fitting else min(range(count + 1), key=need)
 
 
 def free_memory() -> float:
-    """Bytes on this rank's device that a run may still take: until the share HEADROOM of a GPU's
-    memory is in use; without a GPU, the share SHARE of this rank's part of free host memory."""
+    """Bytes on this rank's device that a run may still take. On a GPU, until the share HEADROOM of
+    its memory is in use; without a GPU, the share SHARE of this rank's part of free host memory."""
     if not torch.cuda.is_available():
         return SHARE * host_memory() / world.current().local_size
     free, total = torch.cuda.mem_get_info()
@@ -58,10 +59,12 @@ def states_to_come(optimizer: Any, args: Any) -> float:
 
 
 def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
-    """Tokens to plan for in a row, or in a sample's documents together. With a cutoff they are
-    cutoff * documents if lengths are not stored or samples are packed. Otherwise they are the
-    longest stored length of a document * documents; if none is stored, the longest of the first
-    samples. cutoff: cutoff_len; None: the run has none. documents: documents per sample."""
+    """The number of tokens to plan for in a row, or in all documents of a sample. cutoff:
+    cutoff_len; None: the run has none. documents: documents per sample.
+
+    With a cutoff it is cutoff * documents if samples are packed or the data set does not know its
+    documents' lengths. Otherwise it is the longest known length * documents or, if none is known,
+    the length of the longest of the first samples."""
     lengths = getattr(samples_of(data), "document_lengths", None)
     if cutoff and (lengths is None or isinstance(data, Packs)):
         return cutoff * documents
@@ -75,8 +78,8 @@ def row_tokens(data: Any, cutoff: int | None, documents: int) -> int:
 
 
 def dequantised_bytes(model: Any, width: int) -> float:
-    """Bytes of the largest quantised weight after dequantisation for a matmul; 0 if no weight is
-    quantised. width: bytes per value."""
+    """Bytes of the largest quantised weight of a model once it is dequantised for a matmul; 0 if no
+    weight is quantised. width: bytes per dequantised value."""
     weights = (p for p in model.parameters() if hasattr(p, "whole"))
     return float(max((p.numel() * width for p in weights), default=0))
 
@@ -84,12 +87,12 @@ def dequantised_bytes(model: Any, width: int) -> float:
 def choose(
     backend: Any, data: Any, settings: dict[str, Any], documents: int
 ) -> dict[str, dict[str, str]]:
-    """Choose how many layers this rank's stage (each of its virtual stages) recomputes, and set the
-    number in the model's config -> a section of the start summary. Collective over all ranks.
+    """Choose how many layers are recomputed on this rank's pipeline stage, so that a step fits into
+    memory if possible; with virtual stages, on each of them. The number is set in the model's
+    config -> a section of the start summary. Collective over all ranks.
 
     data: the training set. settings: {key: value} of the run, of which cutoff_len and stage are
-    read. documents: documents per sample.
-    """
+    read. documents: documents per sample."""
     global next_choice
     args = backend.args
     model = backend.model
@@ -142,7 +145,8 @@ def choose(
 
 
 def advice(chosen: int, most: int, config: Any) -> str:
-    """Advice for a run that lacks memory although `chosen` of `most` layers are recomputed."""
+    """Text for a run that lacks memory although `chosen` of `most` layers are recomputed: which
+    keys to set."""
     text = f"recompute_granularity: auto chose to recompute {chosen} of {most} layers; "
     if chosen < most:
         more = min(most, chosen + max(1, most // 8))

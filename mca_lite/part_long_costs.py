@@ -17,8 +17,9 @@ from .tables import LAYER_TYPES, function_of
 
 
 class Kept(NamedTuple):
-    """Bytes per token of recomputed layers. device: kept on the device for the backward pass.
-    again: on the device while a unit of layers is recomputed. host: in host memory."""
+    """Bytes per token that recomputed layers take. device: kept on the device for the backward
+    pass. again: additional bytes on the device while a unit (a group of layers) is recomputed.
+    host: kept in host memory."""
 
     device: float
     again: float
@@ -26,9 +27,9 @@ class Kept(NamedTuple):
 
 
 def results(config: Any, layer: int, sizes: Any) -> float:
-    """Estimated bytes per token that recompute_keep keeps of a layer (counted from 0): attention's
-    output and a float32 log-sum-exp per head. 0 for linear attention, and without recompute_keep.
-    sizes: RankSizes."""
+    """Estimated bytes per token of a layer's attention results, which the key recompute_keep saves
+    from recomputation: the output and a float32 log-sum-exp per head. 0 for linear attention, and
+    without recompute_keep. layer: counted from 0. sizes: RankSizes."""
     if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
         return 0.0
     channels = config.head_sizes(layer + 1)[1]
@@ -40,10 +41,11 @@ def results(config: Any, layer: int, sizes: Any) -> float:
 def tiled(
     config: Any, layer: int, sizes: Any, tokens: float, of_layer: float, of_mlp: float
 ) -> tuple[float, float]:
-    """(bytes per token of a layer, bytes per token of its MLP) with mlp_chunk_size, from of_layer
-    and of_mlp, the bytes without it. An MLP's activations are those of one tile; experts also keep
-    their inputs for the backward pass. layer: counted from 0. sizes: RankSizes. tokens: tokens of a
-    micro-batch on this rank."""
+    """Correct the estimated bytes per token of a layer (of_layer) and of its MLP (of_mlp) for
+    mlp_chunk_size, with which an MLP runs in tiles of tokens -> (bytes of the layer, bytes of its
+    MLP). Of the MLP's activations one tile's are counted; experts also keep their inputs for the
+    backward pass. layer: counted from 0. sizes: RankSizes. tokens: tokens of a micro-batch on this
+    rank."""
     rows = config.mlp_chunk_size * sizes.sp
     inputs = 0.0
     if config.is_moe_layer(layer):
@@ -55,13 +57,13 @@ def tiled(
 
 
 def kept(config: Any, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
-    """Bytes per token that recomputed layers take with recompute_keep or activation_offloading.
+    """Bytes per token that recomputed layers take with recompute_keep or activation_offloading. A
+    unit is a group of layers that are recomputed together; `units` is their number.
 
-    All arguments but config are bytes per token, except units: the number of groups of layers
-    recomputed together. inputs: a unit's inputs. of_results: attention outputs, for each recomputed
-    layer. again: a unit while it is recomputed. With offloading all that units keep is in host
-    memory, and on the device that of two units: the one recomputed, and the one before it.
-    """
+    Other arguments but config are bytes per token. inputs: a unit's inputs. of_results: attention
+    outputs, for each recomputed layer. again: a unit while it is recomputed. With offloading, host
+    memory holds all that units keep, and the device that of two units: the one that is recomputed,
+    and the one before it."""
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
     again -= of_unit  # kept results are the same storages: they count once
@@ -149,9 +151,9 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
 
 
 def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """Estimate (bytes per token that a layer saves for the backward pass on this rank, the part of
-    them in its MLP or experts). layer: counted from 0. facts: what autograd saves, from _facts. r:
-    the rank's sizes."""
+    """Estimate how many bytes per token a layer saves for the backward pass on this rank -> (of the
+    whole layer, the part of them in its MLP or experts). layer: counted from 0. facts: what
+    autograd saves, from _facts. r: the rank's sizes."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
@@ -217,10 +219,10 @@ def _activations(
     r: RankSizes,
     tokens: float,
 ) -> tuple[float, float, float]:
-    """Estimate (bytes per token kept for the backward pass, further bytes per token while a group
-    of layers is recomputed, bytes per token in host memory) on a rank of pipeline stage `stage`.
-    layers: the indices of its layers with a backward pass. facts: from _facts. r: the rank's sizes.
-    tokens: tokens of a micro-batch on this rank."""
+    """Estimate the memory of activations on a rank of pipeline stage `stage`, in bytes per token ->
+    (kept for the backward pass, in addition while a group of layers is recomputed, in host memory).
+    layers: indices of the stage's layers with a backward pass. facts: from _facts. r: the rank's
+    sizes. tokens: tokens of a micro-batch on this rank."""
     sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
     if config.mlp_chunk_size:
         pairs = zip(layers, sizes, strict=True)
@@ -258,16 +260,16 @@ def _activations(
 def input_activations(
     args: Any, config: Any, trained: Iterable[str], length: int, r: RankSizes
 ) -> float:
-    """Estimated upper limit of the bytes that a vision tower or another input module saves for the
-    backward pass: as if rows held nothing but its inputs. trained: names of the trained parameters.
-    length: tokens in a row. r: the rank's sizes."""
+    """Upper limit of the bytes that a vision tower or another input module saves for the backward
+    pass: estimated as if rows held nothing but images or other inputs. trained: names of the
+    trained parameters. length: tokens in a row. r: the rank's sizes."""
     of_token = config.inputs.bytes_of_token(trained, r.w)
     return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
 
 
 def _in_flight(args: Any, config: Any, stage: int) -> float:
-    """The most micro-batches whose activations a pipeline stage holds at once. With virtual stages
-    it can be a fraction, because a chunk of layers counts as a part of the stage."""
+    """The most micro-batches whose activations a pipeline stage holds at once. With virtual
+    stages it can be a fraction, because each chunk of layers counts as a part of the stage."""
     pp = config.pipeline_model_parallel_size
     vpp = config.virtual_pipeline_model_parallel_size or 1
     micro_batches = args.gradient_accumulation_steps or 1
@@ -302,12 +304,11 @@ def _loss(
 
 def _passing(config: Any, layers: Sequence[int], r: RankSizes, tokens: float) -> float:
     """Estimated bytes of the gradients that the backward pass of one MLP, or of one layer's
-    experts, holds at once: the gradient before the activation (gate and up) and the gradient of the
-    MLP's output. The maximum over `layers`. tokens: tokens of a micro-batch on this rank.
+    experts, holds at once: those before the activation (of gate and up), and that of the MLP's
+    output. The largest of `layers` counts. tokens: tokens of a micro-batch on this rank.
 
     Measured on one H200, 8B with adapters in rows of 32,768 to 131,072 tokens: 4 f + 2 h bytes per
-    token, with f columns in the MLP and hidden size h.
-    """
+    token, with f columns in the MLP and hidden size h."""
     largest = 0.0
     for layer in layers:
         columns = config.ffn_hidden_size / r.tp
@@ -340,10 +341,9 @@ def _buffers(config: Any, tokens: float, r: RankSizes) -> float:
 class StepBytes(NamedTuple):
     """Bytes that a step takes on a rank beside weights, gradients and optimizer state.
 
-    activations: at the peak of a backward pass. logits: a chunk of them in the loss, with its
-    gradients; or the gradients within a layer's backward pass, if these are larger. buffers: for
-    communication. host: activations in host memory.
-    """
+    activations: at the peak of a backward pass. logits: the larger of two needs: a chunk of logits
+    in the loss, with its gradients; or the gradients within a layer's backward pass. buffers: for
+    communication. host: activations in host memory."""
 
     activations: float
     logits: float

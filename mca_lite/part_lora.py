@@ -43,12 +43,12 @@ _OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
 class Lora(Finetuning):
-    """Finetuning with LoRA adapters beside frozen weights.
+    """Finetuning with LoRA adapters beside frozen weights: decides which modules get adapters, and
+    puts them on the model.
 
-    spec: the LoraSpec; after plan() it names the modules with adapters. source: tensors of a saved
-    adapter for place() to load; None: fresh adapters. merges: the run also exports the merged model
-    at its end.
-    """
+    spec: a LoraSpec (the adapters' settings); once planned, it names the modules with adapters.
+    source: a saved adapter whose tensors place() loads; None: fresh adapters.
+    merges: True if the run also exports the merged model at its end."""
 
     kind = "lora"
     is_whole = False
@@ -60,8 +60,8 @@ class Lora(Finetuning):
         merges: bool = False,
         base: str = "",
     ):
-        """spec, source, merges: see the class. base: text about the frozen weights' format, such as
-        4-bit, for the start summary; "" for none."""
+        """base: text about the frozen weights' format, such as 4-bit, for the start summary; "" for
+        none. spec, source, merges: described with the class."""
         self.trained = None
         self.spec = spec
         self.source = source
@@ -71,12 +71,12 @@ class Lora(Finetuning):
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Lora":
-        """Decide a run's adapters from its configuration keys. Returns the Lora, whose place() then
-        puts them on the model. Adapters that this model cannot have become Problems in `judge`. No
-        collectives.
+        """Decide from a run's configuration which modules get adapters. Returns the Lora, whose
+        place() later puts the adapters on the model. No collectives.
 
-        ConfigError or ValueError if adapter_name_or_path has no intact, supported PEFT adapter.
-        """
+        request: the run's arguments and its model. judge: a Judge (collects Problems of the
+        configuration); it gets those of adapters that this model cannot have.
+        ConfigError or ValueError if adapter_name_or_path has no intact, supported PEFT adapter."""
         arguments = request.arguments
         keys = arguments.parts["lora"]
         objective = OBJECTIVES[arguments.stage]
@@ -118,10 +118,10 @@ class Lora(Finetuning):
 
     @classmethod
     def take_new_tokens(cls, arguments: Any) -> str:
-        """For a run that adds tokens: set the key modules_to_save to the modules with a row per
-        token (embed_tokens, and lm_head if the model gives logits). Returns text for the report; ""
-        if modules_to_save or adapter_name_or_path is given, and nothing changes.
-        """
+        """For a run that adds tokens: train whole the modules with a row per token (embed_tokens,
+        and lm_head if the model gives logits), by setting the key modules_to_save. arguments: the
+        run's, changed in place. Returns text for the report. If modules_to_save or
+        adapter_name_or_path is given, nothing changes, and the text is ""."""
         keys = arguments.parts["lora"]
         if keys.modules_to_save or keys.adapter_name_or_path:
             return ""
@@ -132,13 +132,12 @@ class Lora(Finetuning):
         return f"{self.spec}{self.base}"
 
     def notes(self, arguments: Any) -> list[str]:
-        """Report lines about a run's adapters: a warning that PEFT may ignore some of them, if the
-        model's row in FAMILIES has experts, adapters are on MLPs, and the run exports no merged
-        model; or what the merged model of a quantised base is.
+        """Report lines about a run's adapters. arguments: the run's.
 
-        The reason: PEFT recognises stacked experts by module name alone, and so may take dense
-        layers and shared experts for stacked experts.
-        """
+        If the run exports a merged model: a line if there is something to say about it, such as for
+        a quantised base. Otherwise: a warning that PEFT may ignore some adapters, if the model's
+        row in FAMILIES has experts and adapters are on MLPs. PEFT recognises stacked experts by
+        module name alone, and so may take dense layers and shared experts for stacked ones."""
         config = arguments.model_config
         family = FAMILIES.get(str(config.get("model_type", config.get("hf_model_type"))))
         has_experts = family is not None and any("[]" in row.mca for row in family.rows)
@@ -149,33 +148,32 @@ class Lora(Finetuning):
         return [f"save_merged_model: {words}"] * bool(words)
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-        """Freeze the model, except modules_to_save, and put the planned adapters on it, in place.
-        Returns the model. Collective if a saved adapter is loaded.
+        """Put the planned adapters on a model, in place: freeze its weights, except
+        modules_to_save, and add adapters, fresh or from `source`. Returns the model. Collective if
+        a saved adapter is loaded.
 
-        seed: for the first values of fresh adapters. dtype: for a transformers model's frozen
-        weights.
-        """
+        seed: for the first values of fresh adapters. dtype: for the frozen weights of a
+        transformers model."""
         if self.source is not None:
             return place_adapter(model, self.spec, self.source, dtype)
         return inject(model, self.spec, seed, dtype)
 
     def trains(self, module: str) -> bool:
-        """True if this Hugging Face module is trained whole, because modules_to_save names it."""
+        """True if modules_to_save names this module, which is then trained whole. module: its
+        Hugging Face name."""
         return is_saved(module, self.spec)
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """Context, with the model as its value, in which the adapters have no effect. Modules in
-        modules_to_save keep their trained weights.
-        """
+        """Context manager that switches the model's adapters off; its value is the model. Modules
+        in modules_to_save keep their trained weights."""
         return without_adapters(model)
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Multiply-adds per token by the LoRA matrices of a module, for FLOPs; 0 without an
-        adapter.
+        """Multiply-adds per token that a module's LoRA matrices take, to count FLOPs; 0 if the
+        module has no adapter.
 
-        uses: how often a token is multiplied by the module's weight; 0 for an embedding, which
-        looks rows up. shape: the weight's.
-        """
+        module: its Hugging Face name. uses: how often a token is multiplied by the module's weight;
+        0 for an embedding, which looks rows up. shape: the weight's, (out, in)."""
         if module not in self.spec.modules:
             return 0.0
         out, into = shape
@@ -185,18 +183,21 @@ class Lora(Finetuning):
         return self.spec.rank_of(module) * (uses * (out + into) if uses else into)
 
     def _shares_a(self, module: str) -> bool:
-        """True for an expert's up projection that shares its LoRA matrix A with the expert's gate,
-        because target_parameters names both as one parameter."""
+        """True for the up projection of an expert if its adapter shares the matrix A with the
+        expert's gate projection, because target_parameters names both as one parameter. module:
+        Hugging Face name."""
         place = place_of(module)
         return place is not None and place.half == 1 and self.spec.stacks(module)
 
     def shapes_beside(
         self, module: str, shape: list[int], is_embedding: bool
     ) -> dict[str, tuple[int, int]]:
-        """{end of the name: shape} of a module's own LoRA matrices, such as {"lora_A.weight": (r,
-        in), "lora_B.weight": (out, r)}; B alone if A is another module's (_shares_a); {} without an
-        adapter. shape: [out, in] of this rank's shard of the weight, of an embedding [V / tp, h].
-        """
+        """Shapes of a module's own LoRA matrices, by the end of their names: {"lora_A.weight": (r,
+        in), "lora_B.weight": (out, r)}, for an embedding {"lora_embedding_A": (r, V / tp),
+        "lora_embedding_B": (h, r)}. B alone if A belongs to another module (_shares_a); {} without
+        an adapter.
+
+        shape: of the module's weight on this rank, [out, in], for an embedding [V / tp, h]."""
         if module not in self.spec.modules:
             return {}
         rank = self.spec.rank_of(module)
@@ -230,10 +231,9 @@ class Lora(Finetuning):
         part_lora_files.check_checkpoint(model, folder)
 
     def base_sample(self) -> dict[str, list[float]]:
-        """{name: up to 127 values, evenly spaced} from one base weight that has an adapter, read
-        from the base model's files, so that a resumed run can notice another base model. {} if the
-        files or such a weight are missing.
-        """
+        """A sample of the frozen base model's weights, by which a resumed run can notice another
+        base model: {name: up to 127 values, evenly spaced} of one weight with an adapter, read from
+        the base model's files. {} if the files or such a weight are missing."""
         source = original_of(self.spec.base_model)
         if source is not None:
             for name in map("{}.weight".format, self.spec.modules):
@@ -244,9 +244,8 @@ class Lora(Finetuning):
 
 
 def _with_value_head(spec: LoraSpec) -> LoraSpec:
-    """A copy of the spec with the value head in modules_to_save, as PEFT does for task type
-    SEQ_CLS.
-    """
+    """A copy of a LoraSpec (the adapters' settings) with the value head among the modules that are
+    trained whole, as PEFT has it for task type SEQ_CLS."""
     saved = dict.fromkeys((*spec.modules_to_save, VALUE_HEAD))
     return replace(spec, modules_to_save=tuple(saved))
 
@@ -308,12 +307,12 @@ def load_adapter(model: Any, folder: PathLike, dropout: float | None = None) -> 
 def place_adapter(
     model: Any, spec: LoraSpec, source: AdapterSource, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Put a saved adapter, already read and checked, on a model and fill it with the file's
-    weights. Returns the model. Collective.
+    """Put a saved adapter on a model, in place, and fill it with the saved weights. Returns the
+    model. Collective.
 
-    dtype: for a transformers model's frozen weights. ValueError, on every rank, if the weights do
-    not fit on some rank, or if the file has whole weights that are not in its modules_to_save.
-    """
+    spec: the adapter's settings, already checked. source: reads its files. dtype: for the frozen
+    weights of a transformers model. ValueError, on every rank, if the weights do not fit on some
+    rank, or if the files have whole weights that are not in modules_to_save."""
     lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
     if lost:  # PEFT stores embedding and head after the vocabulary was resized
         raise ValueError(

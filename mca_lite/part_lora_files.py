@@ -56,9 +56,8 @@ VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
 
 
 def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """{module: (name of its matrix A, name of its matrix B)} for the LoRA matrices among tensor
-    names, sorted by these names.
-    """
+    """Find the LoRA matrices among tensor names, and pair them: {module: (name of its matrix A,
+    name of its matrix B)}, sorted by these names. Other tensors are left out."""
     pairs = {}
     for name in sorted(names):
         for end_a, end_b in _PAIRS:
@@ -69,13 +68,12 @@ def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 class AdapterSource(SafetensorsSource):
-    """Reads the tensors in a PEFT adapter's folder. Names are without the prefix
-    "base_model.model.".
+    """Reads tensors from the folder of a PEFT adapter when they are needed. Their names are without
+    the prefix "base_model.model.".
 
-    pairs: {module: (name of its matrix A, name of its matrix B)}; before unjoin() without matrices
-    of stacked experts. ValueError if the folder has no adapter_model.safetensors, or A or B of a
-    module is missing.
-    """
+    pairs: {module: (name of its matrix A, name of its matrix B)}. Matrices that PEFT has for all
+    experts of a layer together are in it only after unjoin(). ValueError if the folder has no
+    adapter_model.safetensors, or if A or B of a module is missing."""
 
     def __init__(self, folder: PathLike):
         self.folder = Path(folder)
@@ -100,17 +98,17 @@ class AdapterSource(SafetensorsSource):
             self.shape(name)
 
     def unjoin(self, spec: LoraSpec) -> None:
-        """Give single experts' names to the matrices that PEFT has for the experts of a layer
-        together (target_parameters). spec: the adapter's, with its modules. ValueError if the file
-        has others than the spec.
-        """
+        """Make the matrices readable that PEFT keeps for all experts of a layer together
+        (target_parameters): from then on, their parts have the names of single experts. spec: the
+        adapter's LoraSpec (its settings), with its modules. ValueError if the file's matrices of
+        this kind are not those of the spec."""
         self._slices = singles(self._slices, spec, self.folder)
         self._find_pairs()
 
     def whole_weights(self) -> set[str]:
-        """Names of weights that the adapter stores in full: modules in modules_to_save, and the
-        embedding and head that PEFT adds after resizing the vocabulary.
-        """
+        """Names of the weights that the adapter's file has in full, not as matrices A and B:
+        modules in modules_to_save, and the embedding and head that PEFT adds after resizing the
+        vocabulary."""
         return {name for name in self.names() if not is_joined(name)} - self._matrices
 
     def shape(self, name: str) -> Shape:
@@ -134,9 +132,9 @@ class AdapterSource(SafetensorsSource):
 
 
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
-    """A LoraSpec with these targets, and rank, alpha and the other settings from `values`, which
-    has the keys of an adapter_config.json. Missing and null values become defaults.
-    """
+    """Make a LoraSpec (an adapter's settings). targets: the modules to adapt. values: rank, alpha
+    and the other settings, under the keys of an adapter_config.json; missing and null values become
+    defaults."""
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
         whole = given.get("modules_to_save", ())
@@ -146,13 +144,13 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
 
 
 def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSpec, AdapterSource]:
-    """Read the folder of a PEFT adapter. Returns (its LoraSpec, whose targets are the whole names
-    of the adapted modules, without stacked experts; its tensors, read when needed).
+    """Read the folder of a PEFT adapter -> (its LoraSpec, which has its settings; an AdapterSource,
+    which reads tensors when they are needed). The spec's targets are the whole names of the adapted
+    modules; experts that PEFT adapts together are not among them.
 
     dropout: replaces the adapter's dropout; None keeps it. ConfigError if the folder has no
-    adapter_config.json or asks for unsupported features; ValueError for weights that are missing
-    or without a readable header, and for a config that is no JSON object.
-    """
+    adapter_config.json, or that asks for unsupported features. ValueError if that file is no JSON
+    object, or if weights are missing or have no readable header."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
         reason = f"it holds no {ADAPTER_CONFIG_NAME}"
@@ -168,10 +166,9 @@ def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSp
 
 
 def adapter_of_keys(keys: LoraArguments) -> tuple[LoraSpec, AdapterSource | None]:
-    """(LoraSpec, tensors of a saved adapter or None) from the configuration keys. If
-    adapter_name_or_path is set, both come from that adapter, and lora_dropout, if set, replaces its
-    dropout. ConfigError or ValueError if the adapter cannot be read.
-    """
+    """Make the LoRA settings of a run from its configuration keys -> (LoraSpec, tensors of a saved
+    adapter or None). If adapter_name_or_path is set, both come from that adapter; lora_dropout, if
+    set, replaces its dropout. ConfigError or ValueError if the adapter cannot be read."""
     if keys.adapter_name_or_path:
         return read_adapter(keys.adapter_name_or_path, keys.lora_dropout)
     return _spec({**vars(keys), "r": keys.lora_rank}, keys.lora_target), None
@@ -189,12 +186,11 @@ def brings_value_head(folder: PathLike) -> bool:
 
 
 def gather_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """All LoRA matrices of a model, whole, those of experts one by one: {name without PEFT's
-    prefix: float32 CPU tensor} on global rank 0, {} on other ranks.
+    """Collect all LoRA matrices of a model on global rank 0, unsharded: {name without PEFT's
+    prefix: float32 CPU tensor}; {} on other ranks. Each expert has its own matrices.
 
     Collective: gathers over tensor-parallel and expert-tensor-parallel groups, then sends to rank
-    0.
-    """
+    0."""
     wholes = {}
     for piece in pieces_of(model):
         whole = piece.whole()
@@ -204,9 +200,9 @@ def gather_adapters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """All that an adapter's file contains: LoRA matrices and the weights in modules_to_save, as
-    {name without PEFT's prefix: CPU tensor} on global rank 0, {} on other ranks. Collective.
-    """
+    """Collect on global rank 0 everything that an adapter's file contains, LoRA matrices and the
+    weights in modules_to_save: {name without PEFT's prefix: CPU tensor}; {} on other ranks.
+    Collective."""
     host = host_of(model)
     tensors = joined(gather_adapters(model), spec_of(model))
     keys = saved_keys(host, spec_of(model))
@@ -238,11 +234,10 @@ def save_adapter(model: Any, folder: PathLike) -> list[str]:
 
 
 def target_modules(model: Any) -> list[str]:
-    """The value of target_modules for PEFT's config: the last part of each adapted module's name,
-    such as "q_proj". If another module, without adapter or in target_parameters, has the same last
-    part, or the last part is a number, the whole name is used instead. Experts in target_parameters
-    are left out.
-    """
+    """Find the value of target_modules for PEFT's config. It lists the adapted modules, usually
+    each by the last part of its name, such as "q_proj". The whole name is used instead if the last
+    part is a number, or also names a module that must not match: one without an adapter, or one in
+    target_parameters. Experts in target_parameters are left out."""
     spec = spec_of(model)
     modules = [module for module in spec.modules if not spec.stacks(module)]
     host = host_of(model)
@@ -275,12 +270,12 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict[str, Any]:
 
 
 def _with_equal_scales(config: dict[str, Any], spec: LoraSpec) -> dict[str, Any]:
-    """The config with use_rslora replaced by an equal plain lora_alpha, if there are adapters on
-    single experts (not by target_parameters); otherwise unchanged.
+    """Replace use_rslora in an adapter's config by a lora_alpha that gives the same factor on B A,
+    if single experts have adapters of their own (not through target_parameters); otherwise return
+    it unchanged.
 
     PEFT fuses two projections of an expert into one adapter with twice the rank and alpha. That
-    keeps alpha / rank, but would multiply alpha / sqrt(rank) by sqrt(2).
-    """
+    keeps alpha / rank, but would multiply alpha / sqrt(rank) by sqrt(2)."""
     single = [name for name in spec.modules if ".experts." in name and not spec.stacks(name)]
     if spec.use_rslora and single:
         scale = spec.scale_of(single[0])
@@ -311,9 +306,9 @@ def check_checkpoint(model: Any, folder: PathLike) -> None:
 
 
 def _unordered(value: Any) -> Any:
-    """A list as a set, because the order of modules differs between versions; None for {}, which
-    PEFT writes; other values unchanged.
-    """
+    """Prepare a value of adapter_config.json for a comparison: a list becomes a set, because the
+    order of modules differs between versions; {} becomes None, because PEFT writes {} where there
+    is nothing; other values stay."""
     if value == {}:
         return None
     return set(value) if isinstance(value, list) else value
@@ -323,10 +318,9 @@ def _unordered(value: Any) -> Any:
 
 
 def merged_into(hf_config: dict[str, Any], base: str = "") -> str:
-    """Say what a merged model's numbers are, for a report, if its base is quantised in its files,
-    or in memory while the adapter is trained; "" otherwise. hf_config: the base's config.json.
-    base: the form in memory, such as ", base in nf4".
-    """
+    """For a report on a merged model whose base was quantised: a text about the numbers in its
+    files. "" if the base is quantised neither in its own files nor in memory during training.
+    hf_config: the base's config.json. base: the form in memory, such as ", base in nf4", or ""."""
     stored = hf_config.get("quantization_config") or {}
     form = stored.get("bnb_4bit_quant_type") or stored.get("quant_method")
     if form:
@@ -343,13 +337,12 @@ def merged_into(hf_config: dict[str, Any], base: str = "") -> str:
 
 
 def merger(model: Any) -> Change:
-    """Make a function that merges this model's adapters into base weights: (Hugging Face name, base
-    weight W) -> W + scale * B A (transposed for an embedding), computed in float32 and returned in
-    W's dtype. A weight without an adapter is returned unchanged.
+    """Make a function that merges this model's adapters into base weights. It maps (Hugging Face
+    name, base weight W) to W + scale * B A (transposed for an embedding), computed in float32 and
+    returned in W's dtype. A weight without an adapter is returned unchanged.
 
     The model does not change. Collective: gathers the adapters to global rank 0, and only there the
-    function merges. ConfigError if embedding and head are tied and one of them has an adapter.
-    """
+    function merges. ConfigError if embedding and head are tied and one of them has an adapter."""
     spec = spec_of(model)
     judge = Judge(None)
     check_mergeable(spec, host_of(model).is_tied, judge)
@@ -361,10 +354,9 @@ def merger(model: Any) -> Change:
 def _merge_with(
     read: Callable[[str], torch.Tensor], names: Iterable[str], scale_of: Callable[[str], float]
 ) -> Change:
-    """Make a function (Hugging Face name, base weight) -> the weight with its adapter merged, or
-    unchanged if it has none. read(name): returns a LoRA matrix. names: the matrices' names.
-    scale_of(module): factor on B A.
-    """
+    """Make a function that merges adapters into base weights: (Hugging Face name, base weight W) ->
+    W + scale * B A, or W unchanged if it has no adapter. read(name): returns a LoRA matrix. names:
+    the names of all LoRA matrices. scale_of(module): returns its factor on B A."""
     pairs = _pairs_of(names)
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -400,15 +392,14 @@ def merge_into(model: Any, folder: PathLike) -> None:
 def file_merger(
     folder: PathLike, base: PathLike, shapes: dict[str, Any], tied: bool
 ) -> tuple[Change, int]:
-    """Prepare to merge a saved adapter into a base model's files. Returns (function(name, base
-    weight on the CPU) -> merged weight; vocabulary size of the merged model, or 0 if the base has
-    neither embedding nor head).
+    """Prepare to merge a saved adapter into a base model's files -> (a function, vocabulary size of
+    the merged model). The function maps (name, base weight on the CPU) to the merged weight;
+    weights that the adapter stores in full replace the base's. The size is 0 if the base has
+    neither embedding nor head.
 
-    Weights that the adapter stores in full replace the base's.
-    base: the base model's name, for messages. shapes: {name in the files: shape} of the base's
-    tensors. tied: True if its embedding is also its head. ValueError if the adapter belongs to
-    another model or cannot be merged.
-    """
+    folder: the adapter's. base: the base model's name, for messages. shapes: {name in the files:
+    shape} of the base's tensors. tied: True if the base's embedding is also its head. ValueError if
+    the adapter belongs to another model or cannot be merged."""
     spec, source = read_adapter(folder)
     modules = tuple(name for name in map(module_of, shapes) if spec.stacks(name))
     in_turns = any(f"{module}.bias" in shapes for module in modules)
@@ -453,12 +444,10 @@ def file_merger(
 def _merged_shapes(
     source: AdapterSource, whole: set[str], spec: LoraSpec, shapes: dict[str, Any]
 ) -> dict[str, Shape]:
-    """{name: shape} of the merged model's tensors. ValueError if an adapter's tensor does not fit
-    its base weight.
-
-    whole: weights that the adapter stores in full; an embedding or head among them may have more
-    rows than the base's. spec: the adapter's. shapes: {name: shape} of the base's tensors.
-    """
+    """Compute the shapes of the merged model's tensors, {name: shape}, and check the adapter's:
+    ValueError if one does not fit its base weight. source: reads the adapter. spec: its settings.
+    shapes: {name: shape} of the base's tensors. whole: names of weights that the adapter stores in
+    full; an embedding or head among them may have more rows than the base's."""
     merged = dict(shapes)
     for module, (a, b) in source.pairs.items():
         shape = shapes[f"{module}.weight"]

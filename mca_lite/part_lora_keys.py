@@ -15,7 +15,8 @@ PATTERN_KEYS = ("target_parameters", "rank_pattern", "alpha_pattern")
 
 
 def _check_patterns(patterns: dict[str, Any]) -> None:
-    """ValueError for a pattern that is no regular expression, or whose number is not positive."""
+    """Check the value of rank_pattern or alpha_pattern, {pattern: number}. ValueError for a pattern
+    that is no regular expression, or whose number is not positive."""
     for pattern, number in patterns.items():
         expect(number > 0, f"{pattern}: expected a number above 0, got {number}")
         try:
@@ -58,8 +59,8 @@ class LoraArguments(ArgumentGroup):
     save_merged_model: bool = flag("also export the merged model, to output_dir/merged")
 
     def normalise(self) -> None:
-        """Give embedding and output layer in modules_to_save their names in Hugging Face's files,
-        where they have megatron's."""
+        """Rename the embedding and the output layer in modules_to_save, if they have megatron's
+        names, to those in Hugging Face's files (embed_tokens, lm_head)."""
         super().normalise()
         if self.modules_to_save:
             ends = [name.rpartition(".")[2] for name in self.modules_to_save]

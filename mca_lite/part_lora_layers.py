@@ -48,18 +48,19 @@ _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 
 class Piece(NamedTuple):
-    """This rank's shard of one LoRA matrix of one Hugging Face module. Where a module fuses
-    projections or stacks experts, one parameter may have several Pieces.
+    """This rank's shard of one LoRA matrix (A or B) of one Hugging Face module, such as q_proj, and
+    the parameter that stores it. If a module of the trained model fuses projections or stacks
+    experts, one parameter may have several Pieces.
 
     key: the matrix's name in PEFT's file without its prefix, such as
     "model.layers.3.self_attn.q_proj.lora_A.weight"; of an expert, the name that it would have if
     PEFT's file did not join experts (target_parameters).
-    part: where `parameter` has this shard: a slice of rows, or an expert's index.
-    axis: the axis along which the matrix is sharded over `group`; None: not sharded.
+    parameter: this rank's parameter that contains the shard. part: the shard's place in it, a slice
+    of rows or an expert's index.
+    axis: the axis along which the matrix is sharded over the ranks of `group`; None: not sharded.
     real: length of the whole matrix along axis without padding; None: there is no padding.
     is_expert: True for an expert's matrix; `group`, if given, is then the expert-tensor-parallel
-    group. order: row permutation from PEFT's order to megatron's; None: the same order.
-    """
+    group. order: row permutation from PEFT's order to megatron's; None: the same order."""
 
     key: str
     parameter: torch.nn.Parameter
@@ -73,12 +74,13 @@ class Piece(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """This rank's shard, detached, as a view of the parameter."""
+        """This rank's shard of the LoRA matrix: a view of its parameter, detached."""
         return self.parameter.detach()[self.part]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole matrix, without padding."""
+        """Shape of the whole LoRA matrix, of which this rank may have only a shard; without
+        padding."""
         shape = list(self.tensor.shape)
         if self.axis is not None:
             shape[self.axis] = self.real or shape[self.axis] * self.group.size()
@@ -93,9 +95,8 @@ class Piece(NamedTuple):
         return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0
 
     def take(self, full: torch.Tensor) -> None:
-        """Copy this rank's shard of `full`, the whole matrix in PEFT's row order, into the
-        parameter.
-        """
+        """Store this rank's shard of a whole LoRA matrix in the parameter. full: the whole matrix,
+        with its rows in PEFT's order and without padding."""
         if self.order is not None:
             full = full[self.order.to(full.device)]
         if self.axis is not None:
@@ -116,8 +117,9 @@ class Piece(NamedTuple):
 
 
 def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
-    """Pad each matrix B [..., out, r] with zero columns to `columns` columns, so that its r columns
-    begin where the columns of the matrix before it end."""
+    """Pad the LoRA matrices B [..., out, r] of several projections with zero columns, before and
+    after their own, to `columns` columns. Each one's own columns begin where those of the matrix
+    before it end. So stacked by rows they form one B for the stacked A of the projections."""
     blocks = []
     first = 0
     for b in bs:
@@ -129,13 +131,13 @@ def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
 class Adapter(torch.nn.Module):
     """Base class of the LoRA adapters of linears, embeddings and experts.
 
-    group: the tensor-parallel group, for experts the expert-tensor-parallel group; None on plain
-    torch. sequence_parallel: True if sequence parallelism splits the tokens before or after the
-    module.
+    spec: the adapters' settings, such as rank and alpha. group: the tensor-parallel group, for
+    experts the expert-tensor-parallel group; None on plain torch. sequence_parallel: True if
+    sequence parallelism splits the tokens before or after the module.
 
-    Subclasses also take `names`: for each projection in the module, a tuple of Hugging Face
-    modules: one; for experts one per expert on this rank; or () if the projection has no adapter.
-    """
+    Subclasses also take `names`: for each projection in the module, a tuple of the Hugging Face
+    modules that it contains. The tuple has one name, or for experts one per expert on this rank; it
+    is empty if the projection has no adapter."""
 
     in_product = False  # True if the module's matmul can include the adapter (adds_in_product)
     in_half = False  # True if the adapter computes in the input's dtype, as beside fp8 matmuls
@@ -170,14 +172,16 @@ class Adapter(torch.nn.Module):
         real: int | None = None,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Register a float32 parameter of zeros, and a Piece for each module that has a part of it.
+        """Register a float32 parameter of zeros that contains LoRA matrices, and a Piece (a
+        module's shard of a matrix) for each Hugging Face module in `parts`.
 
-        name: the parameter's. matrix: the matrix's name in PEFT's file, such as "lora_A.weight".
-        parts: {module: its part of the parameter}. axis: the sharded axis, or None. real: the
-        matrix's unpadded length along axis, or None. order: row permutation from PEFT's order to
-        megatron's, or None. With axis None and sequence parallelism, the gradient is marked as
-        partial, for megatron to sum over tensor-parallel ranks.
-        """
+        name: the parameter's name. matrix: the end of the matrix's name in PEFT's file, such as
+        "lora_A.weight". parts: {Hugging Face module: its slice or index in the parameter}. shape:
+        the parameter's on this rank. axis: the axis along which the matrix is sharded; None: not
+        sharded. real: the whole matrix's length along axis without padding; None: no padding.
+        order: row permutation from PEFT's order to megatron's; None: the same order. With axis None
+        and sequence parallelism, the gradient is marked as partial, for megatron to sum over
+        tensor-parallel ranks."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.sequence_parallel = axis is None and self.sequence_parallel
         if self.tp == 1:
@@ -198,9 +202,9 @@ class Adapter(torch.nn.Module):
         set_tensor_model_parallel_attributes(parameter, is_cut, axis if is_cut else -1, 1)
 
     def _summed(self, low: torch.Tensor) -> torch.Tensor:
-        """Sum `low` over the tensor-parallel group; under sequence parallelism, each rank gets its
-        part of the sequence only. Collective.
-        """
+        """Sum partial results over the tensor-parallel group. low: this rank's partial result, such
+        as A x. Under sequence parallelism each rank gets only its part of the sequence of the sum.
+        Collective."""
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
@@ -284,12 +288,12 @@ class LoraAdapter(Adapter):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """The adapter's output scale * B A x for the linear's input x, in the shape of the linear's
-        output. Its dtype is A's, or may be lower if in_half or under autocast.
+        output. Its dtype is A's; beside fp8 (in_half) or under autocast it may be lower.
 
-        weight: the linear's matrix, given if adds_in_product; then the result is W x + scale * B A
-        x in x's dtype, or zeros inside zeros_from(). Collective over the group if the linear is
-        sharded, in the forward pass, the backward pass or both.
-        """
+        weight: the linear's matrix W, given if one matmul computes both (adds_in_product). The
+        result is then W x + scale * B A x in x's dtype; inside zeros_from(), a recomputation whose
+        output nobody reads, it may be zeros. Collective over the group if the linear is sharded, in
+        the forward pass, the backward pass or both."""
         if weight is not None:
             return self._product(x, weight)
         low = self.low(x)
@@ -299,30 +303,31 @@ class LoraAdapter(Adapter):
         return self._joined(outs, low.dim() - 1)
 
     def _bs(self) -> list[torch.Tensor]:
-        """The matrix B [width, r] of each projection; [width, 0] for a projection without
-        adapter.
-        """
+        """The LoRA matrix B [width, r] of each projection in this linear, on this rank. A
+        projection without an adapter has an empty matrix [width, 0]."""
         a = self.lora_A
         widths = enumerate(self.widths)
         return [getattr(self, f"lora_B_{i}", a.new_zeros(width, 0)) for i, width in widths]
 
     def _joined(self, parts: list[torch.Tensor], axis: int) -> torch.Tensor:
-        """Concatenate the projections' tensors along `axis`, in the order of the linear's outputs:
-        one projection after another, or interleaved by head group.
-        """
+        """Concatenate tensors of the linear's projections, such as q, k and v, in the order of the
+        linear's outputs: one projection after another, or interleaved by head group. parts: one
+        tensor per projection. axis: the axis of their outputs."""
         if self.groups is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
         parts = [part.unflatten(axis, (self.groups, -1)) for part in parts]
         return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """W x + scale * B A x in one matmul, or zeros inside zeros_from(); summed over the group if
-        the linear is row-sharded. Collective over the group if the linear is sharded, in the
-        forward pass, the backward pass or both.
+        """The output of the linear with its adapter, W x + scale * B A x, computed in one matmul.
+        x: the linear's input. weight: W on this rank. For a row-sharded linear the result is summed
+        over the group. Inside zeros_from(), a recomputation whose output nobody reads, it may be
+        zeros.
 
-        If the linear is sharded, one of A and B is sharded and the other is the same on each rank:
-        its gradient is summed over the group here, or under sequence parallelism by megatron.
-        """
+        If the linear is sharded, one of A and B is sharded and the other is the same on each rank.
+        The other's gradient is summed over the group: here, or under sequence parallelism by
+        megatron. Collective over the group if the linear is sharded, in the forward pass, the
+        backward pass or both."""
         a = self.lora_A
         gathers = None
         again = getattr(x, "again", None) if hasattr(weight, "whole") else None
@@ -365,9 +370,9 @@ class LoraAdapter(Adapter):
         return (low * self.scale).to(low.dtype)
 
     def factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale * A hidden, this rank's B), for an output layer, whose chunked loss multiplies
-        them. Under sequence parallelism the first covers the whole sequence.
-        """
+        """(scale * A hidden, this rank's B): the two LoRA factors of an output layer, for the
+        chunked loss, which multiplies them. hidden: the output layer's input. Under sequence
+        parallelism the first factor covers the whole sequence."""
         return self.low(hidden), self.lora_B_0
 
     def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -380,11 +385,10 @@ class LoraAdapter(Adapter):
 
 class LoraEmbedding(Adapter):
     """The LoRA adapter of an embedding: its output for a token is scale * B A[:, token]. A is [r, V
-    / tp], B is [h, r].
+    / tp], B is [h, r], with rank r, vocabulary size V, hidden size h and tensor-parallel size tp.
 
     in_size: h. widths: [V / tp], with padding. vocab_size: V without padding. padding_idx: the
-    token whose column in A gets no gradient, as in PEFT; None: none.
-    """
+    token whose column in A gets no gradient, as in PEFT; None: there is no such token."""
 
     def __init__(
         self,
@@ -413,10 +417,9 @@ class LoraEmbedding(Adapter):
         self._add(b, b, whole, (in_size, rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The adapter's output, which the caller adds to the embedding's: tokens [b, s] -> [b, s,
-        h], or [s / tp, b, h] under sequence parallelism; A's dtype outside of autocast. Collective
-        if the tensor-parallel group has several ranks.
-        """
+        """The adapter's output, which the caller adds to the embedding's. tokens: ids [b, s] -> [b,
+        s, h], or [s / tp, b, h] under sequence parallelism. Outside of autocast it has A's dtype.
+        Collective if the tensor-parallel group has several ranks."""
         table = self.lora_embedding_A.t()
         if self.tp == 1:
             low = F.embedding(tokens, table, self.padding_idx)
@@ -486,7 +489,8 @@ class LoraExperts(Adapter):
         return "gate_up_A" if self.is_joined and projection != "down" else f"{projection}_A"
 
     def _b(self, projections: Iterable[str]) -> torch.Tensor:
-        """The matrix B [n, outputs, r] of projections that share A."""
+        """The LoRA matrix B [n, outputs, r] of projections that share one matrix A. n: experts on
+        this rank. outputs: those of the projections, one projection after another."""
         matrices = [self._matrix(f"{p}_B") for p in projections]
         if len(matrices) == 1:
             return matrices[0]
@@ -500,9 +504,9 @@ class LoraExperts(Adapter):
         parameter.partition_dim = 1 + (axis or 0)
 
     def _matrix(self, name: str) -> torch.Tensor:
-        """A parameter by name, such as "gate_A". If all ranks of the group have it whole, its
-        gradient is summed over the group, since each rank computes only a part.
-        """
+        """The parameter with the LoRA matrices of this rank's experts that is named `name`, such as
+        "gate_A". If all ranks of the group have it whole, its gradient is summed over the group in
+        the backward pass, since each rank computes only a part of it."""
         parameter = getattr(self, name)
         axis, _ = self.cuts[name]
         if self.tp == 1 or axis is not None:
@@ -512,10 +516,10 @@ class LoraExperts(Adapter):
     def _factors(
         self, projections: tuple[str, ...], outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stack the matrices of several projections: (scale * A [n, c, in], B [n, outputs, c]),
-        float32. c, the sum of their ranks, is padded to a multiple of 8, because grouped GEMMs need
-        rows in multiples of 16 bytes.
-        """
+        """Stack the LoRA matrices of several projections -> (scale * A [n, c, in], B [n, outputs,
+        c]), float32. n: experts on this rank. outputs: those of all the projections together. c:
+        the sum of their LoRA ranks (counted once if they share A), padded to a multiple of 8,
+        because grouped GEMMs need rows in multiples of 16 bytes."""
         scales = {self._name_of_a(p): self.scales[p] for p in projections if p in self.adapted}
         a = torch.cat([self._matrix(name) * scale for name, scale in scales.items()], 1)
         rank = a.shape[1]
@@ -535,13 +539,14 @@ class LoraExperts(Adapter):
         weight: torch.Tensor,
         multiply: Callable[..., Any],
     ) -> torch.Tensor:
-        """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype;
-        inside zeros_from() it may be zeros.
+        """The output of the experts with their adapters, W x + scale * B A x. x: [T, in], tokens
+        sorted by expert -> [T, outputs] in x's dtype. Inside zeros_from(), a recomputation whose
+        output nobody reads, it may be zeros.
 
-        projections: those in weight [n, ..., in], such as ("gate", "up"). multiply: see
-        AdaptedExperts. The backward pass is collective over the expert-tensor-parallel group if
-        that has several ranks and a projection has an adapter.
-        """
+        weight: W of the n experts on this rank, [n, ..., in]. projections: those that W contains,
+        such as ("gate", "up"). multiply: the grouped matmul, see AdaptedExperts. The backward pass
+        is collective over the expert-tensor-parallel group if that has several ranks and a
+        projection has an adapter."""
         names = [p for p in projections if p in self.adapted]
         if not names:
             return experts_product(x, weight, multiply)
@@ -574,12 +579,15 @@ class LoraExperts(Adapter):
         spans: list[tuple[slice, slice]],
         filling: Any,
     ) -> torch.Tensor:
-        """with_room's buffer [n, out + c, in + c] of the weight, with scale * A of projections in
-        its last rows, and their B in its last columns. c, the sum of their ranks, is padded to a
-        multiple of 8, because grouped GEMMs need rows in multiples of 16 bytes. units: projections
-        that share A. spans: for each unit, its part of c, and of `out`. filling: the attribute of
-        this name that an earlier result had, if A and B have not changed since: they are then
-        written only if the buffer is new or has others. None: they are written."""
+        """Put the experts' weight W and their LoRA matrices into one buffer [n, out + c, in + c],
+        so that one grouped matmul can use them: scale * A is in its last rows, B in its last
+        columns. c is the sum of their LoRA ranks, padded to a multiple of 8, because grouped GEMMs
+        need rows in multiples of 16 bytes.
+
+        weight: W of the n experts on this rank. units: groups of projections that share one A.
+        spans: for each unit, the slices of c and of `out` that belong to it. filling: the attribute
+        of this name that an earlier result had, given if A and B have not changed since; a buffer
+        that still has it is returned as it is. None, or another buffer: A and B are written."""
         columns = -(-spans[-1][0].stop // 8) * 8
         room: Any = with_room(weight, columns, self._rooms, columns)
         if filling is not None and getattr(room, "filling", None) is filling:
@@ -611,9 +619,8 @@ class LoraExperts(Adapter):
         return {"gate_up_proj": both, "down_proj": down}
 
     def _with_delta(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
-        """W + scale * B A for each expert, in W's dtype; W itself if the projection has no adapter.
-        weight: W, [n, outputs, inputs].
-        """
+        """The weight of one projection with the adapters added: W + scale * B A for each expert, in
+        W's dtype; W itself if the projection has no adapter. weight: W, [n, outputs, inputs]."""
         if projection not in self.adapted:
             return weight
         a = getattr(self, self._name_of_a(projection))
@@ -634,13 +641,12 @@ def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
 def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> None:
     """Make an adapter part of a module, as its submodule "lora".
 
-    way: "beside" (linears, embeddings): a forward hook adds the adapter's output, unless the
-    linear's matmul or, of an output layer, the loss does. "inside" (routers and experts in
-    model_moe.py): the module calls the adapter itself. "merged" (transformers' experts, and its
-    routers that are no nn.Linear): during forward, the tensors of adapter.merged(module) stand in
-    for the module's parameters of the same names; this needs their memory once more, and allows no
-    dropout.
-    """
+    way: how the adapter's output is added. "beside" (linears, embeddings): a forward hook adds it,
+    unless the linear's own matmul does, or the loss in case of an output layer. "inside" (routers
+    and experts in model_moe.py): the module calls the adapter itself. "merged" (transformers'
+    experts, and its routers that are no nn.Linear): during forward, the tensors of
+    adapter.merged(module) stand in for the module's parameters of the same names; this needs their
+    memory once more, and allows no dropout."""
     adapter.train(module.training)
     weight: Any = getattr(module, "weight", None)
     # a step without inputs for a module, such as a vision tower, skips its adapter's update too
@@ -675,10 +681,10 @@ def _uncover_parameters(module: torch.nn.Module, args: tuple[Any, ...], output: 
 
 
 def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Let the matmul of a tensor-parallel linear, or of a Transformer Engine linear if possible,
-    include the adapter when it can. For that, a method is replaced on this instance, because a hook
-    would run only after the matmul. Other modules stay unchanged.
-    """
+    """Change a linear so that its own matmul can include the adapter: a tensor-parallel linear of
+    this package, or a Transformer Engine linear if _suit_transformer_engine() allows it. For that,
+    a method is replaced on this instance, because a hook would run only after the matmul. Modules
+    of other kinds stay unchanged."""
     if hasattr(module, "activation_dtype"):
         _suit_transformer_engine(module, adapter)
     elif isinstance(adapter, LoraAdapter) and hasattr(module, "product"):
@@ -705,7 +711,9 @@ def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
         return
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output, None), or (output without bias, bias) if the linear returns its bias."""
+        """The forward pass of a Transformer Engine linear, with a matmul that can include the
+        adapter. x: the linear's input -> (output, None), or (output without bias, bias) if the
+        linear leaves adding its bias to the caller."""
         x = _normed(module, x)
         product = F.linear
         if adapter.adds_in_product(module.weight):
@@ -722,18 +730,18 @@ def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def _normed(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The input of the linear's matrix: x after the norm that Transformer Engine fuses into some
-    linears, otherwise x.
+    """The tensor that the linear's matrix multiplies: x after the norm that Transformer Engine
+    fuses into some linears, or x itself if there is no such norm. module: the linear. x: its input.
     """
     weight = getattr(module, "layer_norm_weight", None)
     return x if weight is None else rms_norm(x, weight, module.eps, module.zero_centered_gamma)
 
 
 def _add_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook: add the adapter's output to the module's, and round the sum to the dtype of the
-    module's output. The output is unchanged if the adapter is off, or if the matmul or the loss of
-    an output layer adds the adapter.
-    """
+    """Forward hook of a module with an adapter: add the adapter's output to the module's, and round
+    the sum to the dtype of the module's output. args: the module's inputs. The output stays
+    unchanged if the adapter is disabled, or if it is added elsewhere: in the module's matmul, or in
+    the loss in case of an output layer."""
     adapter = module.lora
     # on an output layer the chunked loss adds the adapter (model_linears.extra_factors)
     passes_hidden = getattr(module, "passes_hidden", False)

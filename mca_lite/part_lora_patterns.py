@@ -43,10 +43,10 @@ _Value = TypeVar("_Value")
 
 
 class Place(NamedTuple):
-    """The place of a single expert's projection in transformers' model. parameter: the stacked
-    parameter that contains it, such as "model.layers.0.mlp.experts.gate_up_proj". expert: its
-    index. half: 1 for up, otherwise 0.
-    """
+    """The place of one expert's projection in transformers' model, which stacks the matrices of all
+    experts of a layer. parameter: the stacked parameter, such as
+    "model.layers.0.mlp.experts.gate_up_proj". expert: the expert's index. half: 1 for up; 0 for
+    gate and down."""
 
     parameter: str
     expert: int
@@ -55,9 +55,9 @@ class Place(NamedTuple):
 
 @functools.cache
 def place_of(module: str) -> Place | None:
-    """The Place of a Hugging Face module such as "model.layers.0.mlp.experts.3.up_proj"; None for
-    a module that is no expert's projection.
-    """
+    """Find a module in transformers' stacked experts: the Place (parameter, expert, half) of a
+    Hugging Face module such as "model.layers.0.mlp.experts.3.up_proj"; None for a module that is no
+    expert's projection."""
     match = _EXPERT.fullmatch(module)
     if match is None or match[3] not in _PLACES:
         return None
@@ -66,14 +66,15 @@ def place_of(module: str) -> Place | None:
 
 
 def is_named(parameter: str, targets: Iterable[str]) -> bool:
-    """True if one of PEFT's target_parameters is a parameter's name, or its end after a dot."""
+    """True if a parameter's name, or its end after a dot, is one of the names in `targets` (PEFT's
+    target_parameters)."""
     return any(f".{parameter}".endswith(f".{target}") for target in targets)
 
 
 def value_of(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
-    """The value of the first pattern that matches a name, or its end after a dot, as in PEFT;
-    without a match the default.
-    """
+    """Look up a module's or parameter's name in {regular expression: value}, such as rank_pattern,
+    as PEFT does: the value of the first pattern that matches the whole name, or its end after a
+    dot. `default` if none matches."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
@@ -130,14 +131,16 @@ class LoraSpec:
         return f"LoRA of rank {ranks} on {len(self.modules)} modules, scale {scales}"
 
     def stacks(self, module: str) -> bool:
-        """True if a module is a single expert's part of a parameter in target_parameters."""
+        """True if a module is a single expert's projection, and PEFT would put its adapter on the
+        parameter that stacks all experts, because target_parameters names that parameter."""
         if not self.target_parameters:
             return False
         place = place_of(module)
         return place is not None and is_named(place.parameter, self.target_parameters)
 
     def name_in_peft(self, module: str) -> str:
-        """The name to which PEFT compares patterns: the module's, or its stacked parameter's."""
+        """The name of a module that PEFT compares with rank_pattern and alpha_pattern: that of the
+        stacked parameter if stacks() is True, otherwise the module's own."""
         place = place_of(module)
         return place.parameter if place and self.stacks(module) else module
 
@@ -148,7 +151,8 @@ class LoraSpec:
         return value_of(self.rank_pattern, self.name_in_peft(module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Factor on B A x: alpha / rank, or alpha / sqrt(rank) with use_rslora, of this module."""
+        """The factor on B A x in a module's adapter: alpha / rank, or with use_rslora alpha /
+        sqrt(rank), with the module's own alpha and rank."""
         alpha = self.alpha
         if self.alpha_pattern:
             alpha = value_of(self.alpha_pattern, self.name_in_peft(module), alpha)
@@ -172,13 +176,15 @@ def is_saved(module: str, spec: LoraSpec) -> bool:
 
 
 def is_joined(name: str) -> bool:
-    """True for the name of a matrix that PEFT has for the experts of a layer together."""
+    """True for the name of a tensor in PEFT's files that joins the LoRA matrices of a layer's
+    experts."""
     return _JOINED.fullmatch(name) is not None
 
 
 def _file_names(spec: LoraSpec, modules: Iterable[str]) -> dict[str, str]:
-    """{parameter: its module's name in PEFT's file} for the stacked parameters to which `modules`,
-    single experts' projections, belong."""
+    """The module names that PEFT's file uses for adapters of stacked parameters (those of all
+    experts of a layer): {parameter: module name}. modules: Hugging Face modules; single experts'
+    projections among them decide which parameters."""
     places = [place_of(module) for module in modules if spec.stacks(module)]
     parameters = dict.fromkeys(place.parameter for place in places if place)
     names = {}
@@ -190,9 +196,9 @@ def _file_names(spec: LoraSpec, modules: Iterable[str]) -> dict[str, str]:
 
 
 def joined(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """LoRA matrices with single experts' names -> the tensors of PEFT's file, in which those of
-    stacked parameters are joined. spec: the model's LoraSpec.
-    """
+    """Convert LoRA matrices from this package's names, one per expert, to PEFT's file, in which the
+    matrices of stacked experts are joined -> {name: tensor}. Other matrices keep their names. spec:
+    the model's LoraSpec."""
     found = {}
     parts: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     names = _file_names(spec, spec.modules)
@@ -224,9 +230,9 @@ def _read(slices: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Single:
-    """One expert's matrix in a joined one, readable like a safetensors slice. rows: of B, its
-    outputs; None for A.
-    """
+    """One expert's LoRA matrix, read from the joined matrix of all experts when it is indexed, like
+    a safetensors slice. joined: slice of the joined matrix. experts: number of experts. expert:
+    index of this one. rows: the outputs to take of a matrix B; None for a matrix A."""
 
     joined: Any
     experts: int
@@ -249,10 +255,10 @@ class _Single:
 
 
 def singles(slices: Mapping[str, Any], spec: LoraSpec, folder: Any) -> dict[str, Any]:
-    """The opposite of joined(): {name: slice of PEFT's file} -> the same with single experts' names
-    for the parts of stacked parameters. ValueError, naming the folder, if the file's matrices of
-    stacked parameters are not those that the spec's modules make up.
-    """
+    """The opposite of joined(): read PEFT's file, in which the LoRA matrices of stacked experts are
+    joined, under names with one matrix per expert. slices: {name: slice of the file}; the result
+    has the same form. ValueError, naming the folder, if the file's joined matrices are not those
+    that the spec's modules need."""
     names = _file_names(spec, spec.modules)
     counts: dict[str, int] = {}
     for one in filter(None, map(place_of, spec.modules)):
@@ -286,10 +292,10 @@ def singles(slices: Mapping[str, Any], spec: LoraSpec, folder: Any) -> dict[str,
 
 
 def check_stacked(spec: LoraSpec, modules: Iterable[str], judge: Judge) -> None:
-    """Add Problems to `judge` for a spec's target_parameters that are no experts of the model, or
-    that do not go with its other settings, and for settings with which PEFT would apply adapters of
-    single experts otherwise. modules: all that can have an adapter.
-    """
+    """Check adapters of experts: add Problems (errors for the user) to `judge` if a name in the
+    spec's target_parameters is no experts' parameter of the model, or does not go with other
+    settings. Also for settings with which PEFT would apply adapters of single experts in another
+    way than this package. modules: Hugging Face modules that can have an adapter."""
     places = [place for place in map(place_of, modules) if place]
     parameters = dict.fromkeys(place.parameter for place in places)
     known = dict.fromkeys(f"mlp.experts.{name.rpartition('.')[2]}" for name in parameters)
@@ -339,8 +345,8 @@ def check_stacked(spec: LoraSpec, modules: Iterable[str], judge: Judge) -> None:
 
 
 def check_patterns(spec: LoraSpec, judge: Judge) -> None:
-    """Add a Problem to `judge` if a key in a spec's rank_pattern, or one in its alpha_pattern,
-    matches no module with an adapter."""
+    """Add a Problem (an error for the user) to `judge` if a pattern in the spec's rank_pattern or
+    alpha_pattern matches no module with an adapter."""
     names = {spec.name_in_peft(module) for module in spec.modules}
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(spec, key):

@@ -16,15 +16,15 @@ from .mcore import mappings
 def with_room(
     weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor], rows: int = 0
 ) -> torch.Tensor:
-    """A buffer [.., out, in + columns] that holds `weight` [.., out, in], with free columns after
-    it for the adapter's B, so that one matmul can use both.
+    """Store a weight [.., out, in] in a buffer [.., out, in + columns] -> the buffer. The free
+    columns after the weight are for the adapter's matrix B, so that one matmul can use both.
 
-    The first call moves the weight's data into a new buffer and lets the weight point there; later
-    calls return this buffer, or do the same again if the weight was moved or cast since. rooms:
-    these buffers by weight shape, changed in place. rows: free rows for the adapter's A in a buffer
-    [n, out + rows, in + columns] of a weight [n, .., in]; 0: none. A quantised weight is instead
-    decoded into a new buffer at each call.
-    """
+    The first call moves the weight's data into a new buffer and lets the weight point there. Later
+    calls return this buffer, or make a new one if the weight was moved or cast since. A quantised
+    weight is instead decoded into a new buffer at each call.
+    rooms: these buffers by weight shape, changed in place. rows: free rows for the adapter's matrix
+    A below the weight; the buffer is then [n, out + rows, in + columns] for a weight [n, .., in].
+    0: none."""
     room = rooms.get(weight.shape)
     *lead, inputs = weight.shape
     if rows:
@@ -46,21 +46,18 @@ def with_room(
 
 
 def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left^T right as float32. CUDA returns its float32 sums; on a CPU the product is rounded to
-    the inputs' dtype first.
-    """
+    """Compute left^T right as float32, for the gradient of a LoRA matrix. left: [tokens, m]. right:
+    [tokens, k]. CUDA returns its float32 sums; on a CPU the product is first rounded to the inputs'
+    dtype."""
     if left.is_cuda:
         return torch.mm(left.t(), right, out_dtype=torch.float32)
     return (left.t() @ right).float()
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """A frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T, as one matmul [x, scale x
-    A^T] [W, B]^T, so that the sum is rounded only once.
-
-    If the adapter's output were added to an already rounded x W^T, contributions far below its last
-    digit would be lost.
-    """
+    """Autograd function: a frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T. It is
+    one matmul, [x, scale x A^T] [W, B]^T, so that the sum is rounded only once: added to an already
+    rounded x W^T, a contribution far below its last digit would be lost."""
 
     @staticmethod
     def forward(
@@ -74,15 +71,16 @@ class AdaptedProduct(torch.autograd.Function):
         group: torch.distributed.ProcessGroup | None = None,
         again: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """x W^T + scale (x A^T) B^T [..., out] for a frozen W.
+        """Apply a frozen linear with its LoRA adapter: x W^T + scale (x A^T) B^T, [..., out].
 
-        room: with_room's buffer for `weight`; B is written into its free columns, in place. None:
-        the result is zeros, with the same gradients. group: the ranks of sequence parallelism, each
-        with a part of the sequence in x: x is gathered, and the result covers the whole sequence;
-        each rank gets the gradients of x and A for its part. Collective over the group in both
-        passes. None: x is not gathered. again: computes x once more, for the backward pass, which
-        then needs no saved x; None: x is saved. scale: a number, or a factor for each row of A.
-        """
+        room: with_room's buffer for `weight`, into whose free columns B is written; None: the
+        result is zeros, with the same gradients.
+        scale: a number, or a factor for each row of A.
+        group: the ranks of sequence parallelism, each with a part of the sequence in x. x is
+        gathered, so the result covers the whole sequence, and each rank gets the gradients of x and
+        A for its part. Collective over the group in both passes. None: x is not gathered.
+        again: a function that computes x once more, for the backward pass, which then needs no
+        saved x; None: x is saved."""
         a = a.to(x.dtype)
         b = b.to(x.dtype)
         whole = x
@@ -117,26 +115,26 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """Sum over the group and return this rank's part along the first axis; collective. Without a
-    group, return `partial`.
-    """
+    """Sum a gradient over the ranks of sequence parallelism -> this rank's part along the first
+    axis; collective. If group is None, return `partial`."""
     if group is None:
         return partial
     return mappings._reduce_scatter_along_first_dim(partial, group)
 
 
 def _parts(room: torch.Tensor, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of AdaptedExperts' buffer: [W, B], scale * A, and B."""
+    """Views into the buffer of AdaptedExperts: (W with B beside it, scale * A, B). room: the
+    buffer, [n, out + c, in + c]. inputs: the size `in`."""
     columns = room.shape[2] - inputs
     both = room[:, :-columns]
     return both, room[:, -columns:, :inputs], both[..., inputs:]
 
 
 class AdaptedExperts(torch.autograd.Function):
-    """Frozen experts with their LoRA adapters: for each expert [x, low] [W, B]^T with low = scale x
-    A^T, one grouped matmul that is rounded only once. The gradient of x is [grad, grad B] [W;
-    scale A]. It keeps no copies of A and B, and no x if that can be computed again.
-    """
+    """Autograd function: frozen experts with their LoRA adapters. For each expert it computes [x,
+    low] [W, B]^T with low = scale x A^T, in one grouped matmul, whose result is rounded only once.
+    The gradient of x is [grad, grad B] [W; scale A]. Copies of A and B are not kept for backward,
+    and neither is x, if it can be computed again."""
 
     @staticmethod
     def forward(
@@ -150,20 +148,21 @@ class AdaptedExperts(torch.autograd.Function):
         is_read: bool,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        """W x + scale * B A x of each token's expert: x [T, in], tokens sorted by expert -> [T,
+        """W x + scale * B A x of each token's expert: x [T, in], T tokens sorted by expert -> [T,
         out].
 
         room(filling): returns a buffer [n, out + c, in + c] for the n experts on this rank. W is in
         [:, :out, :in], scale * A in the c rows below it, and B in the c columns beside it; c is the
-        sum of the projections' ranks, padded. filling: that of an earlier result, whose A and B
-        need not be written again if they are still there; None: they are written. spans: for each
-        projection with an adapter, the slice of c that its rank takes, and the slice of `out` that
-        it computes. multiply(x, w): multiplies each expert's tokens by w^T of this expert; for w
-        [T, c], gives x^T w of each expert's rows instead. again: computes x once more, for
-        backward; None: x is saved. is_read: False for zeros as the output of a single projection,
-        with its gradients. matrices: A [n, r, in] of each of these projections, then their B; only
-        they and x get gradients. Projections that share A count as one.
-        """
+        sum of the projections' ranks, padded. filling: None, or the `filling` of an earlier buffer,
+        whose A and B are not written again if they are still there.
+        spans: for each projection with an adapter, the slice of c that its rank takes, and the
+        slice of `out` that it computes.
+        multiply(x, w): multiplies each expert's tokens by w^T of this expert; for a w [T, c] it
+        gives x^T w of each expert's rows instead.
+        again: computes x once more, for backward; None: x is saved. is_read: False if nobody reads
+        the output, which is then zeros with the same gradients; only for a single projection.
+        matrices: A [n, r, in] of each of these projections, with rank r, then their B; only they
+        and x get gradients. Projections that share A count as one."""
         ctx.save_for_backward(x if again is None else None)
         ctx.constants = room, spans, scale, multiply
         ctx.again = again

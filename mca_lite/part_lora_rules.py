@@ -43,10 +43,10 @@ _PLAIN |= {
 
 
 def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> None:
-    """Add Problems to `judge` for features of _PLAIN that a PEFT adapter_config.json turns on,
-    such as DoRA, for an r, lora_alpha, lora_dropout or modules_to_save of a wrong type, and for
-    invalid target_parameters or patterns. path: the file, for messages.
-    """
+    """Check the contents of a PEFT adapter_config.json: no feature that is not supported may be on
+    (_PLAIN lists them), such as DoRA; r, lora_alpha, lora_dropout and modules_to_save must have the
+    right types, and target_parameters and patterns be valid. Errors are added to `judge`, which
+    collects them. path: the file, for messages."""
     saved = values.get("modules_to_save") or []
     fits = {
         "r": type(values.get("r")) is int,
@@ -70,17 +70,16 @@ def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> No
 
 
 def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tuple[str, ...]:
-    """Find the modules that get adapters: the candidates that the spec's targets match, and experts
-    in its target_parameters. Returns their Hugging Face names in the model's order.
+    """Find the modules that get adapters -> their Hugging Face names, in the model's order. They
+    are the candidates that match a target of the spec, and experts in its target_parameters.
 
+    spec: the adapter's settings. candidates: a part_lora_sites.Candidate for each module that can
+    have an adapter. judge: gets an error for the first target that matches nothing.
     A target is one of: a module's whole name; "all" (every linear except the head and, in families
     of the table, routers) or "all-router"; the end of a name, such as q_proj or megatron's
     linear_qkv; a glob over whole names (*.layers.[0-3].*.q_proj); a regular expression over whole
     names. Only a whole name matches outside of spec.parts, for example in a frozen vision tower.
-    With target_parameters, "all" leaves experts out. The first target without a match becomes a
-    Problem in `judge`. candidates: part_lora_sites.Candidate for each module that can have an
-    adapter.
-    """
+    With target_parameters, "all" leaves experts out."""
     chosen = set()
     free = [candidate for candidate in candidates if candidate.part in spec.parts]
     known = dict.fromkeys(last_of(name) for c in free for name in (c.hf, c.mca) if name)
@@ -101,9 +100,9 @@ def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tupl
 
 
 def _is_match(target: str, candidate: Keys) -> bool:
-    """True if a target of lora_target matches this part_lora_sites.Candidate: "all", "all-router",
-    the end of a name, a glob pattern or a regular expression.
-    """
+    """True if one target of lora_target means a module. target: "all", "all-router", the end of a
+    name, a glob pattern or a regular expression. candidate: the module, as a
+    part_lora_sites.Candidate."""
     if target in ALL_LINEAR:
         return candidate.in_all
     if target == ALL_ROUTERS:
@@ -120,10 +119,12 @@ def _is_match(target: str, candidate: Keys) -> bool:
 def check_other_model(
     folder: PathLike, spec: LoraSpec, candidates: list[Any], judge: Judge
 ) -> None:
-    """Add a Problem to `judge` if a saved adapter is for modules that are no candidates of this
-    model, mostly because it was trained on another model, or for no modules. spec: the adapter's
-    settings, whose targets are complete module names. candidates: this model's modules that can
-    have an adapter, as Candidates. folder: the adapter's folder, for the message."""
+    """Report to `judge`, which collects configuration errors, if a saved adapter does not belong to
+    this model: if some of its modules cannot have an adapter here (mostly because it was trained on
+    another model), or if it has no modules at all.
+
+    folder: the adapter's, for the message. spec: its settings, with complete module names as
+    targets. candidates: this model's modules that can have an adapter, as Candidates."""
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
         (spec.targets or spec.target_parameters) and not unknown,
@@ -136,8 +137,9 @@ def check_other_model(
 
 
 def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) -> None:
-    """Add a Problem to `judge` if a projection has adapters in some experts of a layer, not in all.
-    candidates: part_lora_sites.Candidate for each module that can have an adapter."""
+    """Report to `judge`, which collects configuration errors, if a projection has adapters in some
+    experts of a layer and not in the others. spec: the adapters' settings. candidates: a
+    part_lora_sites.Candidate for each module that can have an adapter."""
 
     def of_layer(module: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.", module)
@@ -154,8 +156,9 @@ def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) ->
 
 
 def check_saved(spec: LoraSpec, weights: Iterable[Any], judge: Judge) -> None:
-    """Add a Problem to `judge` if a name in modules_to_save cannot be trained whole, such as a tied
-    embedding, is in lora_target too, or matches no module. weights: the model's hosts.Weights.
+    """Check modules_to_save, which lists modules trained in full beside adapters. Errors go to
+    `judge`, which collects them: if a module cannot be trained like that, such as a tied embedding;
+    if it is in lora_target too; or if a name matches no module. weights: the model's hosts.Weights.
     """
     key = "modules_to_save"
     unused = set(spec.modules_to_save)
@@ -195,11 +198,11 @@ def check_new_rows(
     is_tied: bool,
     judge: Judge,
 ) -> None:
-    """Add Problems to `judge` if a LoRA run would not train the rows of new tokens: if
-    modules_to_save lacks a module of `ends`, or if embedding and output layer are one tied matrix.
+    """Check that a LoRA run trains the rows of new tokens. Errors go to `judge`, which collects
+    them: if modules_to_save lacks a module with a row per token, or if embedding and output layer
+    are one tied matrix.
 
-    num_new: number of new tokens. ends: ends of the names of the modules with a row per token.
-    """
+    num_new: number of new tokens. ends: how the names of the modules with a row per token end."""
     key = "modules_to_save"
     saved = list(modules_to_save or ())
     lacking = [end for end in ends if not any(m.endswith(end) for m in saved)]
@@ -221,10 +224,9 @@ def check_new_rows(
 
 
 def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` if a LoRA spec has dropout and adapters of modules other than
-    linears and embeddings (experts, most routers), which the torch backend does not support.
-    linears: the names of the model's linears and embeddings.
-    """
+    """Report to `judge`, which collects configuration errors, if a LoRA spec has dropout and adapts
+    modules other than linears and embeddings: the torch backend has no dropout for adapters of
+    experts and most routers. linears: the names of the model's linears and embeddings."""
     judge.expect(
         not spec.dropout or set(linears) >= set(spec.modules),
         "lora_dropout",
@@ -237,9 +239,9 @@ def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None
 def check_on_megatron(
     spec: LoraSpec, config: McaModelConfig, rows: Sequence[Row], candidates: list[Any], judge: Judge
 ) -> None:
-    """Add Problems to `judge` for adapters that the megatron backend does not support with this
-    model and parallel layout. rows: the table rows of the model's family. candidates: modules that
-    can have adapters.
+    """Report to `judge`, which collects configuration errors, adapters that the megatron backend
+    does not support with this model and parallel layout. spec: the adapters' settings. rows: the
+    rows of the model's family in the table of weights. candidates: modules that can have adapters.
     """
     adapted = [c.mca for c in candidates if c.hf in set(spec.modules)]
     targets = list(spec.targets)
@@ -294,9 +296,9 @@ def check_on_megatron(
 
 
 def _check_fused(spec: LoraSpec, model_type: str | None, rows: Sequence[Row], judge: Judge) -> None:
-    """Add a Problem to `judge` for targets that are several projections in one Hugging Face tensor,
-    such as a fused qkv_proj.
-    """
+    """Report to `judge`, which collects configuration errors, adapters on a fused module, such as
+    qkv_proj, whose Hugging Face tensor contains several projections. spec: the adapters' settings.
+    rows: the rows of the model's family in the table of weights."""
     # PEFT has one A and one B for a fused tensor; tensor parallelism shards each projection
     fused = {last_of(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
     adapted = sorted(fused.intersection(map(last_of, spec.modules)))
@@ -313,9 +315,9 @@ def _check_fused(spec: LoraSpec, model_type: str | None, rows: Sequence[Row], ju
 def check_mergeable(
     spec: LoraSpec, is_tied: bool, judge: Judge, key: str = "save_merged_model"
 ) -> None:
-    """Add a Problem to `judge` if adapters cannot be merged into the weights: if embedding and head
-    share one matrix (is_tied) and either has an adapter, since merging would change both. key:
-    the configuration key that asks for merging."""
+    """Report to `judge`, which collects configuration errors, adapters that cannot be merged into
+    the weights: if embedding and head share one matrix (is_tied) and one of them has an adapter,
+    merging would change both. key: the configuration key that asks for merging."""
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     judge.expect(
         not is_tied or not one_sided,

@@ -43,10 +43,11 @@ from .weights_files import Shape, generator_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that can have an adapter, on this rank or another. hf: its name. mca:
-    the megatron module that contains it; "" if the family is not in the table. in_all: True if
-    lora_target: all can include it. part: the model's part that contains it, such as the language
-    model."""
+    """A Hugging Face module that can have a LoRA adapter, on this rank or another.
+
+    hf: its name. mca: the megatron module that contains it; "" if the model's family is not in the
+    table FAMILIES. in_all: True if lora_target: all can include it. part: the model's part that
+    contains it, such as the language model."""
 
     hf: str
     mca: str  # megatron's module that contains it, "" if the family is not in the table
@@ -55,9 +56,11 @@ class Candidate(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A module on this rank that can get a LoRA adapter. kind(spec, names, **arguments) builds the
-    adapter, and part_lora_layers.attach(module, adapter, way) connects it to the module. names: for
-    each projection that the module fuses or stacks, its Hugging Face modules on this rank."""
+    """A module on this rank that can get a LoRA adapter, and how to make the adapter.
+
+    names: for each projection that the module fuses or stacks, its Hugging Face modules on this
+    rank. kind: the adapter's class; kind(spec, names, **arguments) builds the adapter. way: how
+    part_lora_layers.attach(module, adapter, way) connects it to the module."""
 
     module: torch.nn.Module
     names: Names  # for each projection, its Hugging Face modules on this rank
@@ -71,9 +74,8 @@ def _is_router(row: Row) -> bool:
 
 
 def _candidates(config: Any) -> Iterator[Candidate]:
-    """Yield a Candidate for each module that can have an adapter, if the family is in the table.
-    config: a McaModelConfig, or an object with its fields.
-    """
+    """Yield a Candidate for each Hugging Face module of the model that can have a LoRA adapter.
+    config: a McaModelConfig, or an object with its fields, of a family in the table FAMILIES."""
     for row, layer in in_layer_order(config):
         # transformers, and so PEFT's files, have no layers for multi-token prediction
         if row.is_linear and not row.mca.startswith(PREDICTION_LAYERS):
@@ -84,8 +86,9 @@ def _candidates(config: Any) -> Iterator[Candidate]:
 
 
 def candidates_of(host: Any) -> list[Candidate]:
-    """Every module of the whole model that can have an adapter, layer by layer. For a family that
-    is not in the table: all linears and embeddings. host: the model's, from hosts.host_of."""
+    """Every Hugging Face module of the whole model that can have a LoRA adapter, layer by layer.
+    For a family that is not in the table FAMILIES: all linears and embeddings. host: access to the
+    model's weights, from hosts.host_of."""
     if host.fields:
         return list(_candidates(host.fields))
     return [
@@ -95,9 +98,9 @@ def candidates_of(host: Any) -> list[Candidate]:
 
 
 def _expert_names(rows: Iterable[Row], layer: int | None) -> Names:
-    """(modules of gate, of up, of down) in a layer, each with one Hugging Face module per expert.
-    rows: the family's weight rows.
-    """
+    """Names of the Hugging Face modules of a layer's experts: (gate of each expert, up of each,
+    down of each). rows: the model's Rows, which pair megatron's tensors with Hugging Face's. layer:
+    the layer's index."""
     # rows for gate and up of all experts come before rows for down
     linears = [row for row in rows if row.expert is not None and row.is_linear]
     of_rows = [modules_of(row, layer) for row in linears]
@@ -106,7 +109,8 @@ def _expert_names(rows: Iterable[Row], layer: int | None) -> Names:
 
 
 def sites_of(host: MegatronHost | TorchHost) -> Iterator[Site]:
-    """Yield a Site for each module on this rank that can get an adapter."""
+    """Yield a Site (the module, and how to make its adapter) for each module on this rank that can
+    get a LoRA adapter. host: access to the model's weights, from hosts.host_of."""
     if isinstance(host, MegatronHost):
         return _sites_on_megatron(host)
     return _sites_on_torch(host)
@@ -131,9 +135,9 @@ def _sites_on_megatron(host: MegatronHost) -> Iterator[Site]:
 def _site_of_linear(
     module: torch.nn.Module, row: Row, layer: int | None, config: McaModelConfig
 ) -> Site:
-    """The Site of a megatron linear, router, embedding or output layer. row: its row in the
-    family's table. layer: its index; None: outside of layers.
-    """
+    """The Site (a module, and how to make its LoRA adapter) of a megatron linear, router, embedding
+    or output layer. row: the Row that pairs its weight with Hugging Face's names. layer: its
+    layer's index; None: outside of layers."""
     tp = config.tensor_model_parallel_size
     names = tuple((name,) for name in modules_of(row, layer))
     arguments: dict[str, Any] = dict(
@@ -177,9 +181,9 @@ def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int | None) ->
 
 
 def _sites_on_torch(host: Any) -> Iterator[Site]:
-    """Yield a Site for each module of a transformers model that can have an adapter: linears and
-    embeddings; if the family is in the table, also the experts and routers of MoE layers.
-    """
+    """Yield a Site (a module, and how to make its LoRA adapter) for each module of a transformers
+    model that can have an adapter: linears and embeddings; if the family is in the table FAMILIES,
+    also the experts and routers of MoE layers. host: the TorchHost of the model."""
     for name, module in host.linears.items():
         out_size, in_size = module.weight.shape
         kind: type[Adapter] = LoraAdapter
@@ -196,9 +200,9 @@ def _sites_on_torch(host: Any) -> Iterator[Site]:
 
 
 def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-    """Yield the Sites of an MoE layer's experts and, if it is not an nn.Linear, its router, in a
-    transformers model. block: the layer's MLP module.
-    """
+    """Yield a Site (a module, and how to make its LoRA adapter) for the experts of an MoE layer in
+    a transformers model, and another for its router, unless that is an nn.Linear. host: the
+    TorchHost of the model. block: the layer's MLP module. layer: the layer's index."""
     rows = rows_of(host.fields.hf_model_type, host.fields)
     _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
     device = block.experts.down_proj.device
@@ -217,18 +221,19 @@ def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator
 
 
 def saved_keys(host: Any, spec: LoraSpec) -> set[Any]:
-    """Keys of the weights that are trained whole because of modules_to_save: (megatron name, layer)
-    on megatron-core, module names on plain torch. host: the model's, from hosts.host_of."""
+    """Keys of the weights that are trained whole, beside the adapters, because of modules_to_save.
+    A key is (megatron name, layer) on megatron-core, and a module's name on plain torch. host:
+    access to the model's weights, from hosts.host_of."""
     return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 
 def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
-    """Decide which modules get adapters: a copy of the spec whose `modules` are the model's modules
-    that its targets and target_parameters match. Nothing is added to the model yet. No collectives.
+    """Decide which modules get LoRA adapters -> a copy of `spec`, the adapters' settings, whose
+    `modules` are the model's modules that its targets and target_parameters match. Nothing is added
+    to the model yet. No collectives.
 
-    model: may also be a McaModelConfig, or a model on the meta device. judge: gets Problems for
-    what is not supported; None: ConfigError is raised for them.
-    """
+    model: may also be a McaModelConfig, or a model on the meta device. judge: collects the
+    problems, if something is not supported; None: ConfigError is raised for them."""
     host = host_of(model)
     rules = judge or Judge(None)
     modules = candidates_of(host)
@@ -248,9 +253,9 @@ def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
 
 
 def fill_adapters(model: Any, source: Callable[[str, Shape], torch.Tensor]) -> None:
-    """Set the values of this rank's LoRA matrices, in place. source(key, shape): returns the whole
-    matrix, of which this rank takes its shard. key: Piece.key.
-    """
+    """Set the values of this rank's LoRA matrices, in place. source(key, shape): returns a whole
+    matrix, of which this rank takes its shard; key is Piece.key, the matrix's name, and shape the
+    whole matrix's."""
     with torch.no_grad():
         for piece in pieces_of(model):
             piece.take(source(piece.key, piece.full_shape).to(piece.tensor.device, torch.float32))
@@ -308,10 +313,11 @@ def without_adapters(model: Any) -> Iterator[Any]:
 
 
 def sharded_state(chunk: Any) -> dict[str, Any]:
-    """{name in the chunk: megatron's ShardedTensor, or for a fused weight a factory of several} of
-    the LoRA matrices and the weights trained whole (modules_to_save), for distributed checkpoints.
-    Their keys are names in the whole model, so that they load in other parallel layouts.
-    """
+    """The weights that a LoRA run trains, for distributed checkpoints: {name in the chunk:
+    megatron's ShardedTensor, or for a fused weight a factory of several}. These are the LoRA
+    matrices and the weights trained whole (modules_to_save). chunk: the model's part in a (virtual)
+    pipeline stage. The keys in the checkpoint are names in the whole model, so that they load in
+    other parallel layouts."""
     state = {
         name: tensor
         for name, tensor in chunk.sharded_state_dict().items()

@@ -20,8 +20,9 @@ from .trainer_evaluation import Evaluator, borders
 
 
 def check(evaluator: Evaluator) -> None:
-    """Raise ValueError unless compute_metrics and preprocess_logits_for_metrics are both functions
-    and the trainer's samples have one document, not a pair."""
+    """Check that a user's metrics can be computed: ValueError unless compute_metrics and
+    preprocess_logits_for_metrics are both functions, and the trainer's samples have one document,
+    not a pair."""
     trainer = evaluator.trainer
     compute = trainer.compute_metrics
     preprocess = trainer.preprocess_logits_for_metrics
@@ -41,13 +42,14 @@ def check(evaluator: Evaluator) -> None:
 
 @torch.no_grad()
 def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, float]:
-    """Run a pass over the dataset, and call the user's compute_metrics with the results of
-    preprocess_logits_for_metrics for each sample -> its metrics, named <prefix>_<name>, on every
-    rank. Collective. ValueError if compute_metrics fails, or does not return {name: number}.
+    """Compute the metrics of a user's compute_metrics over a dataset -> {<prefix>_<name>: number}
+    on every rank. A pass over the dataset calls preprocess_logits_for_metrics for each sample, and
+    the main rank calls compute_metrics with the results. Collective. ValueError if compute_metrics
+    fails, or does not return {name: number}.
 
-    The main rank calls compute_metrics. As in transformers, position t of label_ids is the label
-    predicted by position t - 1, and rows are padded with IGNORE_INDEX. Memory: a micro-batch's
-    logits, a step's results of all ranks, and on the main rank all results."""
+    As in transformers, position t of label_ids is the label predicted by position t - 1, and rows
+    are padded with IGNORE_INDEX. Memory: a micro-batch's logits, a step's results of all ranks, and
+    on the main rank all results."""
     trainer = evaluator.trainer
     preprocess = trainer.preprocess_logits_for_metrics
     backend = evaluator.backend
@@ -97,10 +99,10 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
 def _processed(
     preprocess: Callable[..., Any], logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. logits:
-    [n, V]. labels: [n]. The function gets float32 logits [1, n + 1, V] and labels [1, n + 1], one
-    position more than the document has, because transformers' labels are not shifted. ValueError
-    if it returns anything but a tensor or a tuple of tensors."""
+    """Call preprocess_logits_for_metrics (`preprocess`) for one document -> (*its results,
+    label_ids), on the CPU. logits: [n, V]. labels: [n]. The function gets float32 logits [1, n + 1,
+    V] and labels [1, n + 1], one position more than the document has, because transformers' labels
+    are not shifted. ValueError if it returns anything but a tensor or a tuple of tensors."""
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     kept = preprocess(logits, labels)
@@ -115,9 +117,9 @@ def _processed(
 
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
-    """One array [documents, longest n, ...] from a tensor [1, n, ...] per document, padded on the
-    right with IGNORE_INDEX. Tensors with fewer than two dimensions are flattened and concatenated
-    instead."""
+    """Join the results of all documents, a tensor [1, n, ...] each, into one array [documents,
+    longest n, ...], padded on the right with IGNORE_INDEX. Tensors with fewer than two dimensions
+    are flattened and concatenated instead."""
     if parts[0].dim() < 2:
         return torch.cat([part.reshape(-1) for part in parts]).numpy()
     rows = [part[0] for part in parts]

@@ -305,8 +305,9 @@ _OFF = "false no 0 0.0 [] {}"  # values that switch a key off
 
 
 def _add(key: str, row: ForeignKey) -> None:
-    """Add a key of another trainer to FOREIGN_KEYS. row: whether and why it is ignored or refused.
-    ValueError if FOREIGN_KEYS or ALIASES has the key already."""
+    """Add another trainer's configuration key to the table FOREIGN_KEYS. row: tells whether the key
+    is ignored or refused here, and why. ValueError if FOREIGN_KEYS or ALIASES already has the key.
+    """
     refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
     FOREIGN_KEYS[key] = row
 

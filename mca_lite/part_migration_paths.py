@@ -46,9 +46,9 @@ _CONSTANTS = ("ADAPTER_CONFIG_NAME", "IGNORE_INDEX", "MCA_CONFIG_NAME")
 
 
 def _moved(name: str) -> Any:
-    """Look up `name`, an attribute of a module at one of mcore_adapter's paths, in this package.
-    ImportError, with the replacement, for a name in _REMEDIES; AttributeError for other unknown
-    names."""
+    """Look up a name that code written for mcore_adapter takes from one of its modules -> this
+    package's object. ImportError, with the replacement, for a name in _REMEDIES, which this package
+    does not have; AttributeError for other unknown names."""
     if name == "initialize_megatron":
         return import_module(".parallel", __package__).initialize
     for names, remedy in _REMEDIES.items():
@@ -59,8 +59,8 @@ def _moved(name: str) -> Any:
 
 
 class _MovedModules(Loader):
-    """Import finder and loader for mcore_adapter's module paths, such as "models.auto". Attributes
-    of these modules are looked up in this package."""
+    """Import finder and loader that lets code import mcore_adapter's module paths, such as
+    "models.auto", from this package. Attributes of these modules are looked up by _moved()."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_moved = name in [f"{__package__}.{moved}" for moved in _PATHS]

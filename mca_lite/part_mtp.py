@@ -35,13 +35,13 @@ from .weights_files import Shape, original_of
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: next_ids, next_labels
-    and next_slots are token ids, labels and image-feature indices of the tokens 1 to k positions
-    later in the same document. k: number of prediction layers.
+    """The labels of a batch with multi-token prediction: prediction layer i of k (from 1) reads the
+    tokens that are i positions later, and predicts their labels.
 
+    labels: [b, s], of the main loss. next_ids, next_labels, next_slots: [k, b, s]: the token ids,
+    labels and image-feature indices of these later tokens.
     Beyond the document and the padding that belongs to it, the id is 0, the label IGNORE_INDEX and
-    the index -1. A text token has the index -1.
-    """
+    the index -1. Text tokens have the index -1 too."""
 
     labels: torch.Tensor
     next_ids: torch.Tensor
@@ -50,8 +50,8 @@ class Targets(NamedTuple):
 
     @classmethod
     def ahead(cls, batch: Batch, count: int) -> "Targets":
-        """Build the targets from whole rows, before context parallelism splits them. count: k, the
-        number of prediction layers."""
+        """Build the targets from a batch's whole rows, before context parallelism splits them.
+        count: number of prediction layers."""
         length = batch["input_ids"].shape[1]
         cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
         ends = cu[1:].repeat_interleave(cu.diff())  # where each position's document ends
@@ -70,16 +70,18 @@ class Targets(NamedTuple):
     def to_rank(
         self, labels: torch.Tensor, places: torch.Tensor | None, device: torch.device
     ) -> "Targets":
-        """The targets for this context-parallel rank's tokens, on `device`. places: indices of
-        these tokens (None: all). labels: [b, s], already this rank's."""
+        """Cut the targets to this context-parallel rank's tokens, and move them to `device`.
+        places: indices of these tokens in the row (None: all). labels: [b, s], of these tokens
+        alone."""
         ahead = self[1:]
         if places is not None:
             ahead = tuple(x[..., places] for x in ahead)
         return Targets(labels, *(to_device(x, device) for x in ahead))
 
     def of_ahead(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add up the losses of the prediction layers: losses [b, s, 1 + layers] -> (their sum,
-        [that sum without a gradient, number of labels in the sum])."""
+        """Sum the losses of the prediction layers. losses: [b, s, 1 + layers], of which the first
+        is the main loss and not added -> (sum, [sum without a gradient, number of labels in it]).
+        """
         more = losses[..., 1:].sum()
         ahead = (self.next_labels != IGNORE_INDEX).sum()
         return more, torch.stack([more.detach(), ahead])
@@ -103,16 +105,17 @@ class PredictionLayer(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> Layer:
-        """transformer_layer, under the name used by megatron's schedules since 0.17."""
+        """The decoder layer of this prediction layer, under the name by which megatron's schedules
+        look for it since 0.17."""
         return self.transformer_layer
 
     def forward(
         self, embedded: torch.Tensor, hidden_states: torch.Tensor, **shared: Any
     ) -> torch.Tensor:
-        """Hidden states that predict one token further ahead than `hidden_states`. embedded:
-        embeddings of the tokens ahead; hidden_states: output of the layer before. Both are [s, b,
-        h], or [s / tp, b, h] under sequence parallelism, as is the result. shared: keywords of
-        Layer.forward."""
+        """Compute hidden states that predict one token further ahead than `hidden_states` do.
+        hidden_states: output of the layer before. embedded: embeddings of the tokens ahead. Both,
+        and the result, are [s, b, h], or [s / tp, b, h] under sequence parallelism. shared:
+        keywords of Layer.forward."""
 
         def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
             both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
@@ -140,8 +143,8 @@ class Predictions(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """{name: megatron's ShardedTensor or ShardedObject} of all prediction layers, with each
-        layer's index in the names."""
+        """The state of the prediction layers for a checkpoint: {name: megatron's ShardedTensor or
+        ShardedObject}. Names begin with `prefix` and contain the layer's index, from 0."""
         state: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
             state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
@@ -156,11 +159,12 @@ class Predictions(MegatronModule):
         place: Any,
         shared: dict[str, Any],
     ) -> torch.Tensor:
-        """Losses of the next token and of the tokens ahead, float32 [b, s, 1 + layers], or [b, s, 1
-        + layers, k] if model.loss_of_logits gives k per token. model: McaGPTModel. hidden: the
-        decoder's output. trained: the places of labels with loss, as for McaGPTModel.losses.
-        place(embeddings, slots): puts image features among embeddings; None: there are none.
-        shared: keywords of Layer.forward."""
+        """Token losses of the main model and of the prediction layers, float32 [b, s, 1 + layers];
+        [b, s, 1 + layers, k] if model.loss_of_logits gives k numbers per token.
+
+        model: McaGPTModel. hidden: the decoder's output. targets: a Targets. trained: the places of
+        labels with loss, as for McaGPTModel.losses. place(embeddings, slots): puts image features
+        among embeddings; None: there are none. shared: keywords of Layer.forward."""
         losses = [model.losses(targets.labels, hidden, trained)]
         for layer, ids, next_labels, places in zip(self.layers, *targets[1:], strict=True):
             embedded = model.embedding(ids)
@@ -172,10 +176,13 @@ class Predictions(MegatronModule):
 
 
 def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
-    """{Hugging Face name: shape} of the tensors in `count` new multi-token prediction layers, for a
-    model drawn from a seed. Each has three norms, a projection, and the tensors of the last decoder
-    layer, with softmax attention also where that layer has linear attention. shapes: {name: shape}
-    of the decoder's tensors."""
+    """Shapes of the tensors in new multi-token prediction layers, for a model whose weights are
+    drawn at random: {Hugging Face name: shape}. Each layer has three norms, a projection, and the
+    tensors of the last decoder layer, but with softmax attention even if that layer has linear
+    attention.
+
+    hf: the transformers config. shapes: {name: shape} of the decoder's tensors. count: number of
+    prediction layers."""
     text = hf.get_text_config()
     h = text.hidden_size
     first = text.num_hidden_layers
@@ -197,13 +204,12 @@ def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, S
 
 
 def copies_of(row: Row, config: Any) -> list[str]:
-    """Hugging Face names under which a file may repeat the embedding or output layer in each
-    multi-token prediction layer, such as "model.layers.61.embed_tokens.weight". [] for a row of
-    another weight, and for families without numbered prediction layers.
+    """Names under which a model's files may repeat the embedding or output layer in each
+    multi-token prediction layer, such as "model.layers.61.embed_tokens.weight". If the model's
+    original files are there, only names that they contain are returned.
 
-    If the model's original files are there, only names that they contain. config: a McaModelConfig
-    with prediction layers.
-    """
+    row: a Row (maps a weight to its Hugging Face name); [] if it is another weight's. config: a
+    McaModelConfig with prediction layers; [] for families without numbered ones."""
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     is_numbered = prediction_of(config.hf_model_type).is_numbered
     if row.mca not in names or not is_numbered:

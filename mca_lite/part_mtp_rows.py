@@ -14,9 +14,9 @@ from .files import text_values
 
 @dataclass(frozen=True)
 class Prediction:
-    """Hugging Face names of multi-token prediction layers. layer: prefix of the decoder layer
-    inside a prediction layer. The other fields: modules next to it. {} stands for the layer index.
-    """
+    """Hugging Face's names for the modules of multi-token prediction layers; a {} in them stands
+    for the layer index. layer: prefix of the decoder layer that each of them contains. enorm,
+    hnorm, eh_proj, final_layernorm: the modules next to that decoder layer."""
 
     layer: str
     enorm: str
@@ -26,8 +26,8 @@ class Prediction:
 
     @property
     def is_numbered(self) -> bool:
-        """True if the names contain the layer index, so that there may be several layers, which may
-        repeat embedding and head; otherwise there is one layer."""
+        """True if the names contain the layer index. A model's files may then have several
+        prediction layers, which may repeat embedding and head; otherwise they have one layer."""
         return "{}" in self.layer
 
 
@@ -48,9 +48,10 @@ BESIDE_DECODER = Prediction(
 
 
 def prediction_of(model_type: str | None) -> Prediction:
-    """The Hugging Face names of multi-token prediction layers in a model type: BESIDE_DECODER
-    ("mtp.layers.0.") for families in whose row `prediction` and `unused` are set, otherwise
-    AFTER_DECODER (such as "model.layers.61.", after 61 decoder layers)."""
+    """Hugging Face's names of multi-token prediction layers in a model type. They are
+    BESIDE_DECODER, "mtp.layers.0." and so on, for families whose row in FAMILIES has both
+    `prediction` and `unused`. Otherwise, also for an unknown type, they are AFTER_DECODER: the
+    layers are numbered after the decoder's, such as "model.layers.61." after 61 decoder layers."""
     family = FAMILIES.get(str(model_type))
     if family is not None and family.prediction and family.unused:
         return BESIDE_DECODER
@@ -58,9 +59,10 @@ def prediction_of(model_type: str | None) -> Prediction:
 
 
 def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iterator[Row]:
-    """Yield Rows, which map megatron names to Hugging Face names, for the multi-token prediction
-    layers: three norms, a projection, and the rows of a decoder layer under the prediction layer's
-    names. decoder_rows: the model's Rows."""
+    """Yield the Rows of multi-token prediction layers; a Row maps a megatron tensor to its Hugging
+    Face names. They are three norms, a projection, and the Rows of a decoder layer under the names
+    that it has inside a prediction layer. decoder_rows: the model's Rows, of which those of decoder
+    layers are taken."""
     mca = PREDICTION_LAYERS
     names = prediction_of(model_type)
     for module in ("enorm", "hnorm", "final_layernorm"):
@@ -74,9 +76,9 @@ def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iter
 
 
 def check(m: Keys, a: Keys, judge: Judge) -> None:
-    """Report to `judge` keys for multi-token prediction that the model does not support. m: the
-    model's sizes, a McaModelConfig or args_rules_model.numbers_of(). a: the run's arguments, or the
-    same McaModelConfig."""
+    """Report keys for multi-token prediction that the model does not support to `judge`, a Judge
+    (collects Problems of a configuration). m: the model's sizes, a McaModelConfig or
+    args_rules_model.numbers_of(). a: the run's arguments, or the same McaModelConfig."""
     having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
     if str(m.hf_model_type) in FAMILIES.keys() - having.keys():
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"
@@ -99,9 +101,9 @@ def check(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def with_count(config: Any) -> dict[str, Any]:
-    """A copy of config.hf_config whose number of multi-token prediction layers is at least
-    config.mtp_num_layers, because a model drawn from a seed may have more of them than its
-    config.json says."""
+    """A copy of config.hf_config, the content of config.json, for a model with multi-token
+    prediction layers: their number in it is at least config.mtp_num_layers. A model drawn from a
+    seed may have more of them than its config.json says."""
     hf_config: dict[str, Any] = copy.deepcopy(config.hf_config)
     text = text_values(hf_config)
     family = FAMILIES.get(config.hf_model_type)

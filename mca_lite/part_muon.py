@@ -69,8 +69,8 @@ class Muon(AdamW):
         p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
 
     def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
-        """The step of Muon per unit of learning rate: orthogonalised matrices times `ratio`,
-        float32, for matrices [n, rows, columns]."""
+        """Muon's step before the learning rate, for matrices [n, rows, columns] of momentum (with
+        muon_nesterov mixed with the gradient): orthogonalised, times `ratio`, float32."""
         rows, columns = matrices.shape[1:]
         ratio = 0.2 * max(rows, columns) ** 0.5
         if self.args.muon_adjust_lr == "original":

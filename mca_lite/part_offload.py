@@ -10,8 +10,9 @@ from .tables import ParamGroups
 
 
 class OffloadedOptimizer:
-    """An optimizer that keeps and updates the states of some parameters in host memory (on_host):
-    the first parameters, up to the one that reaches `fraction` of all elements.
+    """An optimizer that keeps the states of some parameters in host memory and updates these
+    parameters there. They are the first parameters, up to and including the one that reaches
+    `fraction` of all elements; on_host is their set.
 
     Weights stay on their device; an update copies the weights and gradients of these parameters to
     the host, and the weights back."""
@@ -22,8 +23,8 @@ class OffloadedOptimizer:
         fraction: float,
         make: Callable[[ParamGroups], torch.optim.Optimizer],
     ):
-        """inner: the optimizer of all parameters. make(groups): builds an optimizer of the same
-        kind for the host."""
+        """inner: the optimizer of all parameters. fraction: the share of their elements to update
+        on the host, 0 to 1. make(groups): builds an optimizer of the same kind for the host."""
         self.inner = inner
         parameters = [p for group in inner.param_groups for p in group["params"]]
         left = fraction * sum(p.numel() for p in parameters)
@@ -37,8 +38,9 @@ class OffloadedOptimizer:
         self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
 
     def _host_groups(self) -> ParamGroups:
-        """Parameter groups for the host's optimizer: param_groups with only the offloaded
-        parameters, each replaced by its stand-in on the CPU."""
+        """Make the parameter groups of the host's optimizer: those of the wrapped optimizer, with
+        the same options, but only the offloaded parameters. Each is replaced by a stand-in, which
+        holds its values on the CPU during an update."""
         groups = []
         for group in self.param_groups:
             params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
@@ -51,16 +53,17 @@ class OffloadedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """{parameter: its states}. Those of offloaded parameters are CPU tensors; if a checkpoint
-        was loaded onto the device, only after settle()."""
+        """{parameter: its optimizer states}. Those of offloaded parameters are CPU tensors, except
+        after a checkpoint was loaded onto the device, until settle() moves them."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
     def settle(self, parameter: torch.Tensor) -> None:
-        """Move a parameter's states to host memory if it is offloaded, after a checkpoint loaded
-        them onto the device."""
+        """Move the optimizer states of one parameter to host memory, if the parameter is offloaded;
+        otherwise do nothing. For the time after a checkpoint was loaded, which may put states on
+        the device."""
         if parameter in self.on_host:
             states = self.state[parameter]
             self.state[parameter] = {name: value.cpu() for name, value in states.items()}

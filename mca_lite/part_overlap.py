@@ -22,13 +22,13 @@ _NO_SYMMETRIC_MEMORY = (
 
 
 class Peers:
-    """Buffers that the GPUs of one host read from each other, and the stream that copies them.
-    group: the tensor-parallel ranks, on one host.
+    """Memory through which the tensor-parallel ranks of one host exchange tokens: each GPU copies
+    from the buffers of the others, on a stream of its own. group: the tensor-parallel ranks.
 
-    Three buffer sets take turns. A set is written again three exchanges later. By then every rank
-    has read it: this rank has waited for an exchange in between, in which all ranks met after their
-    reads. The last exchange may still be running. The sets grow with the largest exchange.
-    """
+    Three sets of buffers take turns, one per exchange, and grow with the largest exchange. A set is
+    written again three exchanges later. By then every rank has read it: this rank has waited for an
+    exchange in between, in which all ranks met after their reads. The last exchange may still be
+    running."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -42,9 +42,9 @@ class Peers:
     def slot(
         self, number: int, length: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A buffer in the current buffer set -> (this rank's [length], the list of this buffer on
-        every rank). number: index of the buffer in the set, 1 to size - 1. Collective if the
-        buffers must grow."""
+        """Get a buffer of the current buffer set, of `length` elements -> (the buffer on this rank,
+        the list of it on every rank of the group). number: which buffer of the set, 1 to size - 1,
+        for a group of `size` ranks. Collective if the buffers must grow."""
         key = self.turn % _SETS, number, length, dtype
         if key not in self._views:
             needed = (self.size - 1) * length * dtype.itemsize
@@ -73,9 +73,9 @@ class Peers:
         self.turn += 1
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """Start to gather x [s / tp, ...] -> (result [s, ...], [(rank, event to wait for before
-        reading that rank's tokens)]). This rank's tokens need no event. x: contiguous.
-        Collective."""
+        """Start to gather the tokens of all ranks: x [s / tp, ...], contiguous -> (result [s, ...],
+        arrivals). arrivals: (rank, event to wait for before its tokens in the result are read) for
+        each other rank; this rank's tokens are there at once. Collective."""
         whole = x.new_empty(self.size * len(x), *x.shape[1:])
         parts = whole.view(self.size, -1)
         mine, theirs = self.slot(1, x.numel(), x.dtype)
@@ -92,8 +92,9 @@ class Peers:
     def gather_multiply(
         self, x: torch.Tensor, matrix: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). Each rank's
-        tokens are multiplied once they have arrived, in a fixed order of ranks. Collective."""
+        """Gather x [s / tp, b, k] from all ranks and multiply it by matrix [k, n] -> (gathered x
+        [s, b, k], product [s, b, n]). The tokens of each rank are multiplied once they have
+        arrived, in a fixed order of ranks. Collective."""
         whole, arrivals = self.gather(x)
         out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
         parts = whole.view(self.size, -1, whole.shape[-1])
@@ -105,8 +106,9 @@ class Peers:
         return whole, out
 
     def multiply_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """x [s, b, k] @ matrix [k, n], summed over the ranks -> this rank's tokens [s / tp, b, n].
-        The matmul for one rank's tokens runs while other results are copied. Collective."""
+        """Multiply x [s, b, k] by matrix [k, n], sum the products over the ranks, and keep this
+        rank's tokens -> [s / tp, b, n]. The matmul for one rank's tokens runs while other results
+        are copied. Collective."""
         parts = x.contiguous().view(self.size, -1, x.shape[-1])
         arrivals = []
         for step in range(1, self.size):
@@ -124,9 +126,9 @@ class Peers:
     def fetch(
         self, theirs: torch.Tensor, out: torch.Tensor, meets: bool = True
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start to copy another rank's buffer `theirs` into `out`, on the copying stream -> (out,
-        event of its arrival). meets: first wait, on that stream, until all ranks reach this point.
-        """
+        """Start to copy another rank's buffer `theirs` into `out`, on the stream for copies ->
+        (out, event of its arrival). meets: True to let that stream first wait until all ranks have
+        come to this point, so that their buffers are written."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             if meets:
@@ -137,8 +139,9 @@ class Peers:
 
 @functools.cache
 def peers_of(group: dist.ProcessGroup) -> Peers | None:
-    """The Peers of a group, or None, with a warning, if torch's symmetric memory does not work on
-    one of its ranks. Cached: the first call for a group tries it, collectively."""
+    """The Peers of a group (buffers for its exchanges). None, with a warning, if torch's symmetric
+    memory does not work on one of its ranks. The first call for a group tries it, and is
+    collective; later calls return the same result."""
     reason = "another rank could not"
     peers = Peers(group)
     try:

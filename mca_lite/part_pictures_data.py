@@ -3,8 +3,7 @@
 Tokenising reads only an image's header, for its size; pixels are computed when a sample is read. An
 image's grid is its number of patches along time (1), height and width. The image takes prod(grid) /
 merge_size ** 2 placeholder tokens (image_token_id), one per feature of the vision tower. Pillow is
-an optional dependency, imported only to read images.
-"""
+an optional dependency, imported only to read images."""
 
 from __future__ import annotations
 
@@ -87,10 +86,10 @@ class Picture:
 
 
 class Placed(NamedTuple):
-    """An image, or another input, of a document, with facts read when the document was tokenised.
-    picture: a Picture, Video or Audio. grid: number of patches along time, height and width; an
-    audio has one line of features. num_bytes, modified: those of `picture` at that time. where:
-    names its record in errors, such as "file:line"."""
+    """A picture (or video, or audio) of a document, with facts read when the document was
+    tokenised. picture: a Picture, Video or Audio. grid: number of patches along time, height and
+    width; an audio has one line of features. num_bytes, modified: those of `picture` at that time
+    (size, and time of the last change). where: names the record in errors, such as "file:line"."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -100,13 +99,13 @@ class Placed(NamedTuple):
 
 
 def read_picture(value: Any, folder: Path, where: str, home: str | Path | None = None) -> Picture:
-    """The Picture for a value in a record: a path (relative to `folder`) or file:// URL, bytes, a
-    data: URL, or a dict with one of them (keys path, url and bytes) or with base64 text (key
-    base64).
+    """Make a Picture (the path or the bytes of an image) of a value in a record; the image is not
+    opened. value: a path (relative to `folder`), a file:// URL, bytes, a data: URL, or a dict with
+    one of them (keys path, url and bytes) or with base64 text (key base64).
 
-    home: only files in this folder are allowed, as files.lies_in decides; None: any file. Raises
-    ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
-    downloaded."""
+    home: the folder in which files must lie, as files.lies_in decides; None: anywhere. Raises
+    ValueError, naming `where`, for any other value, and for a file that does not exist or lies
+    elsewhere. Nothing is downloaded."""
     match value:
         case bytes():
             return Picture("", value)
@@ -289,9 +288,9 @@ class Vision(Media):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """The Vision for a model; Media(), which refuses images, if its config.json lacks the image
-        tokens or the tower's patch sizes. folder: the model's. config: the contents of config.json.
-        keys: the run's keys. ValueError if the tokenizer lacks the image tokens."""
+        """Make the Vision of a model; or a Media(), which refuses images, if config.json lacks the
+        image tokens or the vision tower's patch sizes. folder: the model's. config: the contents of
+        config.json. keys: the run's keys. ValueError if the tokenizer lacks the image tokens."""
         tower = config.get("vision_config") or {}
         sizes: list[Any] = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
         token_keys = _GLM_TOKEN_KEYS if _GLM_TOKEN_KEYS[0] in config else TOKEN_KEYS
@@ -383,9 +382,9 @@ class Vision(Media):
     def grid(
         self, height: int, width: int, least: int | None = None, most: int | None = None
     ) -> tuple[int, int, int]:
-        """The grid (1, rows, columns) of patches of an image of height x width pixels, after the
-        processor's resizing. least, most: limits on the pixels; None: the processor's. ValueError
-        if one side is too long for the other."""
+        """The grid of patches (1, rows, columns) that an image of height x width pixels gets after
+        the image processor's resizing. least, most: limits on the number of pixels; None: the
+        processor's. ValueError if one side is too long for the other."""
         processor = self.processor
         resize = sys.modules[type(processor).__module__].smart_resize  # the processor's version
         frames = _frames_of(processor)
@@ -401,9 +400,9 @@ class Vision(Media):
         return _TEMPORAL, rows, columns
 
     def place(self, picture: Picture, where: str) -> Placed:
-        """The picture with its patch grid, whose size comes from the image header: no pixel is
-        decoded. where: names its record in errors. ValueError, with `where`, for an unusable image.
-        """
+        """Read an image's size and compute its patch grid -> a Placed (the picture with its grid
+        and the facts of its file). The size comes from the image header: no pixel is decoded.
+        where: names the record in errors. ValueError, with `where`, for an unusable image."""
         with opened(picture, where) as image:
             height, width = upright_size(image)
         try:
@@ -414,8 +413,8 @@ class Vision(Media):
 
     def pixels(self, placed: Placed) -> torch.Tensor:
         """An image's pixel values as the vision tower takes them, float32 [patches, values per
-        patch]. ValueError if the file is broken, or no longer the one that was tokenised, by its
-        size, time and grid."""
+        patch]. ValueError if the file is broken, or if its size, time of change or patch grid is
+        another than when it was tokenised."""
         picture = placed.picture
         processor = self.processor
         with opened(picture, placed.where) as image:
@@ -444,13 +443,13 @@ class Vision(Media):
     # -- in a record
 
     def by_kind(self, of_columns: list[Any]) -> dict[str, list[Any]]:
-        """Sort the input values of a record by their kind -> {"image": values}; subclasses add
-        "video" or "audio". of_columns: the values that of_columns() found."""
+        """Sort a record's inputs by kind -> {"image": values}; subclasses add "video" or "audio".
+        of_columns: the values (such as paths) that of_columns() found in the record's columns."""
         return {"image": of_columns}
 
     def read_input(self, kind: str, value: Any, *place: Any) -> Any:
-        """The Picture for an input's value in a record, such as a path. kind: "image". place:
-        further arguments of read_picture."""
+        """The Picture (path or bytes of an image) for an input's value in a record, such as a path.
+        kind: "image". place: the arguments of read_picture after `value`."""
         return read_picture(value, *place)
 
     def text_of(self, item: Any) -> str:
@@ -643,16 +642,17 @@ class Vision(Media):
         return np.array(grids, dtype=np.int64).reshape(-1, 3)
 
     def count(self, pictures: Sequence[Placed]) -> np.ndarray:
-        """int64 [inputs]: the number of placeholder tokens that each input takes, one per feature
-        of its tower."""
+        """int64 [inputs]: the number of placeholder tokens that each input takes. There is one per
+        feature that the input's tower (its encoder) computes."""
         grids = np.array([placed.grid for placed in pictures], dtype=np.int64).reshape(-1, 3)
         return grids.prod(axis=1) // self.merge_size**2
 
     def expand(self, document: np.ndarray, inputs: Sequence[Placed]) -> np.ndarray:
-        """The document with each placeholder token repeated, once per feature that it stands for,
-        and without loss. document: int32 [n], token ids; ~id for a token without loss.
+        """Repeat each placeholder token of a document, once for each feature that it stands for.
+        document: int32 [n], token ids; ~id for a token without loss. The placeholders have no loss.
 
-        ValueError unless the document has one placeholder for each of the inputs' runs."""
+        ValueError unless the document has one placeholder for each of the inputs' runs (an image
+        has one)."""
         tokens = np.maximum(document, ~document)
         is_input = np.isin(tokens, self.token_ids)
         counts = self._runs(inputs).prod(axis=1) // self.merge_size**2
@@ -682,7 +682,8 @@ class Vision(Media):
         self, document: np.ndarray, inputs: Sequence[Placed], start: int, stop: int
     ) -> tuple[slice, list[Placed]]:
         """Cut a document to tokens start:stop without cutting an input in two -> (the slice,
-        shortened where necessary; the inputs inside it)."""
+        shortened if an end of it lies within an input; the inputs inside the slice). document:
+        token ids with all placeholders; ~id for a token without loss."""
         tokens = np.maximum(document, ~document)
         places = np.flatnonzero(np.isin(tokens, self.token_ids))
         counts = self.count(inputs)
@@ -700,19 +701,21 @@ class Vision(Media):
         ]
 
     def unit(self, tokens: np.ndarray, placed: Placed, first: int, last: int) -> tuple[int, int]:
-        """(start, stop) of all tokens of an input: its placeholders, from index `first` to `last`,
-        and the tokens for its start and end around them."""
+        """(start, stop) of the tokens that belong to one input: its placeholders, from index
+        `first` to `last`, and the tokens around them that mark its start and end. tokens: the
+        document's ids."""
         return max(first - 1, 0), last + 2
 
     def steps(self, inputs: Sequence[Placed]) -> list[float] | None:
-        """For each run of placeholders the distance in time between its features, in positions;
-        None: 1 everywhere, as for images."""
+        """For each run of placeholders the distance along time between its features, as a
+        difference of rotary positions. None means 1 in every run, as for images."""
         return None
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
-        """The model's columns for a document with tokens ids [n]: positions rope_t, rope_h and
-        rope_w [n]; with inputs also their grids, and pixels unless is_read is False, in the columns
-        that columns_of names, such as image_grid_thw and pixel_values."""
+        """The columns that the model needs for a document beside its tokens: the rotary positions
+        rope_t, rope_h and rope_w [n]. With inputs also their grids and, unless is_read is False,
+        their pixels, under the names in columns_of, such as image_grid_thw and pixel_values. ids:
+        [n], the document's tokens with all placeholders."""
         import torch  # imported late: reading records needs no torch
 
         positions = rope_positions(
@@ -735,7 +738,8 @@ class Vision(Media):
         return columns
 
     def grids_of(self, placed: Placed) -> list[tuple[int, int, int]]:
-        """The grids of an input in its column: one, as for images."""
+        """The grids (patches along time, height and width) that an input has in the model's column
+        of grids, such as image_grid_thw. Here it has one, its own."""
         return [placed.grid]
 
     def lost(self, units: str, cutoff_len: int) -> str:
@@ -756,7 +760,7 @@ class Vision(Media):
         ]
 
     def image_of(self, placed: Placed) -> Any:
-        """Pillow's image, in RGB, that a report shows for an input."""
+        """The image that a report shows for an input, as Pillow's image in RGB."""
         with opened(placed.picture, placed.where) as image:
             return as_rgb(image)
 
@@ -765,8 +769,8 @@ class Vision(Media):
 
 
 def _frames_of(processor: Any) -> int:
-    """The number of times that an image counts for the processor's pixel limits:
-    temporal_patch_size for GLM-4V's processor, which counts that many equal frames; otherwise 1."""
+    """The number of equal frames that an image counts as under the processor's pixel limits:
+    temporal_patch_size for GLM-4V's processor, otherwise 1."""
     is_glm = type(processor).__name__.startswith("Glm4v")
     return int(processor.temporal_patch_size) if is_glm else 1
 
@@ -775,8 +779,8 @@ def _frames_of(processor: Any) -> int:
 
 
 def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """[images, 3]: numbers of features along time, height and width, from numbers of patches
-    `grids`. merge_size x merge_size patches form one feature."""
+    """Convert grids of patches into grids of features, [images, 3] along time, height and width.
+    merge_size x merge_size patches form one feature."""
     return grids // grids.new_tensor([1, merge_size, merge_size])
 
 
@@ -837,8 +841,9 @@ def rope_positions(
 
 
 class PictureFile:
-    """The images of a token-cache shard, appended one document at a time. pictures.jsonl has a
-    record per document with images, pictures.bin the bytes of images that have no file."""
+    """Stores the images of a token-cache shard (a folder of tokenised documents), one document at a
+    time. pictures.jsonl has a record per document with images, pictures.bin the bytes of images
+    that have no file."""
 
     NAME = "pictures.jsonl"
     DATA_NAME = "pictures.bin"
@@ -848,8 +853,8 @@ class PictureFile:
         self.end = 0  # size of pictures.jsonl so far
 
     def add(self, pictures: Sequence[Placed]) -> int:
-        """Append a document's images to the store -> the size of pictures.jsonl afterwards, in
-        bytes. Without images nothing is written."""
+        """Append a document's images to the shard's files -> the size of pictures.jsonl afterwards,
+        in bytes. Without images nothing is written."""
         if not pictures:
             return self.end
         records = []
@@ -865,14 +870,14 @@ class PictureFile:
         return self.end
 
     def write(self, picture: Any, data: Any) -> Any:
-        """The record of an image, for JSON: (path, start, stop). Bytes of an image without a file
-        are appended to the open file `data`, as start:stop."""
+        """Make an image's record for pictures.jsonl: (path, start, stop). If the image has no file,
+        its bytes are appended to the open file `data`, where they take bytes start to stop."""
         start = data.tell()
         data.write(picture.data or b"")
         return picture.path, start, data.tell()
 
     def load(self, record: Any) -> Any:
-        """The input for a record that write() returned."""
+        """The inverse of write(): the Picture for a record that write() returned."""
         path, *span = record
         return Picture(path, None if path else self._read(self.DATA_NAME, *span))
 
@@ -888,7 +893,7 @@ class PictureFile:
         return placed
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of a file in the folder."""
+        """Bytes `start` to `stop` of the shard's file `name`."""
         with open(self.folder / name, "rb") as file:
             file.seek(start)
             return file.read(stop - start)

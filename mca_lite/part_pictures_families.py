@@ -29,9 +29,10 @@ _VISION_PARTS = {
 
 
 def _with_pictures(text: Family, **changes: Any) -> Family:
-    """The Family of a vision-language model, made from the Family of its language model, `text`:
-    in Hugging Face's names "model." becomes "model.language_model.", and a vision tower is added.
-    changes: other fields of Family to replace."""
+    """Make the Family (how a model type maps to megatron's model) of a vision-language model from
+    that of its language model, `text`. In Hugging Face's tensor names "model." at the beginning
+    becomes "model.language_model.", and a vision tower is added. changes: other fields of Family to
+    replace."""
     rows = []
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
@@ -42,14 +43,16 @@ def _with_pictures(text: Family, **changes: Any) -> Family:
 
 
 def _sections(hf: Any, default: tuple[int, ...]) -> dict[str, Any]:
-    """The config field mrope_section: how many rotary frequencies encode time, height and width.
-    default: transformers', for a config.json without it. hf: the transformers config."""
+    """Read the field mrope_section from a config.json -> {"mrope_section": [numbers]}: how many
+    rotary frequencies encode time, height and width. hf: the transformers config. default: the
+    numbers that transformers takes for a config.json without the field."""
     return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
 def _without_head_dim(hf: Any) -> dict[str, Any]:
-    """The config field kv_channels for a family that ignores head_dim: hidden size / number of
-    heads. hf: the transformers config."""
+    """Compute the config field kv_channels (channels per head) for a family that ignores head_dim
+    in config.json -> {"kv_channels": hidden size / number of heads}. hf: the transformers config.
+    """
     return {"kv_channels": hf.hidden_size // hf.num_attention_heads}
 
 

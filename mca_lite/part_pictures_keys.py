@@ -39,9 +39,10 @@ class PicturesArguments(ArgumentGroup):
     )
 
     def check(self, judge: Judge) -> None:
-        """Add Problems to `judge` if media_dir is no folder or the pixel limits contradict each
-        other. If a run's model has no vision tower, also add Problems for freeze keys whose values
-        need one; other keys of this group that are set get a note."""
+        """Check the keys of this group: Problems are added to `judge` (which collects them) if
+        media_dir is no folder or the pixel limits contradict each other. In a run whose model has
+        no vision tower, also for freeze keys whose values need one; other keys of this group that
+        are set get a note there."""
         judge.expect(
             os.path.isdir(self.media_dir or "."),
             "media_dir",
@@ -59,9 +60,10 @@ class PicturesArguments(ArgumentGroup):
             self._check_run(config, judge)
 
     def _check_run(self, config: dict[str, Any], judge: Judge) -> None:
-        """For a model without a vision tower, add Problems for freeze keys whose values need a
-        tower, and notes for other keys of this group that are set, which have no effect. config:
-        the contents of its config.json or mca_config.json, {} if neither was read."""
+        """For a model without a vision tower, add Problems to `judge` (which collects them) for
+        freeze keys whose values need a tower. Other keys of this group that are set have no effect,
+        and get a note. config: the contents of the model's config.json or mca_config.json, {} if
+        neither was read."""
         config = config.get("hf_config") or config  # of a checkpoint
         if config and "vision_config" not in config:
             judge.apply(_WITHOUT_TOWER)

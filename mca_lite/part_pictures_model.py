@@ -41,13 +41,12 @@ _GRIDS = (*(grid for _, grid in COLUMNS_OF.values()), "audio_grid")
 
 
 def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]:
-    """For each of `count` rotary frequencies the position axis that it encodes: 0 time, 1 height, 2
-    width.
+    """Choose for each of `count` rotary frequencies the position axis that it encodes: 0 time, 1
+    height, 2 width.
 
     sections: number of frequencies per axis. in_turns True: axes alternate (time, height, width,
     time, ...) until an axis has its number of frequencies; the rest are time. in_turns False: one
-    section after another; ValueError if the sections do not sum to `count`.
-    """
+    section after another; ValueError if the sections do not sum to `count`."""
     if in_turns:
         return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
     expect(
@@ -59,8 +58,8 @@ def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]
 
 
 class AxialRope:
-    """Rotary embedding with three position axes, as for images (M-RoPE): each frequency encodes a
-    position along time, height or width."""
+    """Rotary embedding of models that see images (M-RoPE): a token has positions along time, height
+    and width, and each rotary frequency encodes one of the three."""
 
     def __init__(self, config: McaModelConfig):
         self.rope = Rope.of(config)
@@ -70,8 +69,9 @@ class AxialRope:
     def tables(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [s, b, 1, rotary_dim], the rotary tables for positions [3, b, s] along time,
-        height and width."""
+        """Compute the rotary tables (cos, sin), [s, b, 1, rotary_dim] each, by which queries and
+        keys are rotated. positions: [3, b, s], the tokens' positions along time, height and width.
+        dtype: of the result."""
         inv_freq = to_device(torch.tensor(self.rope.inv_freq), positions.device)
         axes = to_device(self.axes, positions.device)
         of_frequency = positions.permute(2, 1, 0)[..., axes].float()  # [s, b, rotary_dim / 2]
@@ -82,9 +82,10 @@ class AxialRope:
 
 
 def with_image_slots(batch: Batch, *token_ids: int) -> Batch:
-    """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
-    micro-batch, -1 for text and padding. token_ids: the placeholders, in the order in which their
-    features are concatenated (images before videos)."""
+    """A copy of the batch with the column "image_slot" [b, s] added: the index of each placeholder
+    token's image feature in the micro-batch; -1 for text and padding. token_ids: ids of the
+    placeholder tokens, in the order in which their features are concatenated (images before
+    videos)."""
     slots, count = batch["input_ids"].new_full(batch["input_ids"].shape, -1), 0
     for token_id in token_ids:
         is_input = (batch["input_ids"] == token_id) & ~batch["padding_mask"]
@@ -101,9 +102,10 @@ def has_pictures(batch: Batch) -> bool:
 
 
 def check_slots(batch: Batch, merge_size: int) -> None:
-    """Raise ValueError if the placeholders in a batch and the features of its images (or other
-    inputs) differ in number, or if it lacks rope positions. A filler batch, which is only padding,
-    may have images."""
+    """Check that a batch with "image_slot" (from with_image_slots) has as many placeholder tokens
+    as its images and other inputs have features, and that it has the columns of rope positions.
+    ValueError if not. In a batch of padding alone, the numbers may differ. merge_size: patches per
+    side that the vision tower merges into one feature."""
     lacking = [name for name in ROPE_COLUMNS if name not in batch]
     expect(
         not lacking,
@@ -125,8 +127,9 @@ def check_slots(batch: Batch, merge_size: int) -> None:
 
 
 def empty_picture(vision_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pixel_values, image_grid_thw) of the smallest possible image, all zeros: one grid that gives
-    one feature of the vision tower."""
+    """Make the smallest image that a vision tower takes, all zeros, which gives one feature ->
+    (pixel_values [patches, values per patch], image_grid_thw [1, 3]). vision_config: transformers'
+    config of the tower."""
     size = vision_config.spatial_merge_size
     patch = vision_config.patch_size
     channels = vision_config.in_channels * vision_config.temporal_patch_size * patch * patch
@@ -135,12 +138,12 @@ def empty_picture(vision_config: Any, device: torch.device) -> tuple[torch.Tenso
 
 
 class PlacedFeatures(NamedTuple):
-    """Image features arranged at the positions of this rank's tokens.
+    """Image features put at the places of this rank's tokens, to be merged with the text's
+    embeddings. [s, b, ...] is [s / tp, b, ...] under sequence parallelism.
 
-    is_image: bool [s, b, 1], or [s / tp, b, 1] under sequence parallelism: True at image tokens.
-    embedded: [s, b, h], or [s / tp, b, h]: features that replace embeddings; 0 for text. deepstack:
-    tensors of embedded's shape, to add to the outputs of the first layers.
-    """
+    is_image: bool [s, b, 1], True at image tokens.
+    embedded: [s, b, h], features that replace image tokens' embeddings; 0 for text.
+    deepstack: tensors of embedded's shape, to add to the outputs of the model's first layers."""
 
     is_image: torch.Tensor
     embedded: torch.Tensor
@@ -148,14 +151,16 @@ class PlacedFeatures(NamedTuple):
 
     @classmethod
     def of(cls, features: list[torch.Tensor], image_slot: torch.Tensor) -> "PlacedFeatures":
-        """Arrange the Tower's features, [n + 1, h] tensors with a first row of zeros. image_slot:
-        int [b, s], feature index of each of this rank's tokens, -1 for text."""
+        """Put image features at the places of this rank's tokens. features: from the Tower (the
+        vision module), each [n + 1, h]: a row of zeros, then n features. image_slot: int [b, s],
+        the feature index of each of this rank's tokens, -1 for text."""
         places = image_slot.t().contiguous() + 1  # text reads row 0: zeros without a gradient
         embedded, *deepstack = (F.embedding(places, x, padding_idx=0) for x in features)
         return cls((places > 0)[..., None], embedded, deepstack)
 
     def into(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The embeddings `hidden` [s, b, h], with image tokens' embeddings replaced by features."""
+        """Replace image tokens' embeddings by their features. hidden: embeddings [s, b, h], or [s /
+        tp, b, h] under sequence parallelism -> a new tensor of this shape."""
         return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
 
 
@@ -174,10 +179,13 @@ def varlen_attention(
     max_length_q: Any = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers' vision modules that runs torch's varlen kernel.
-    query, key, value [1, heads, t, d]: the patches of images, or of windows of images, one after
-    another -> ([1, t, heads, d], None). cu_seq_lens_q: the borders of images or windows.
-    max_length_q: length of the longest."""
+    """Attention for transformers' vision modules, by torch's varlen kernel, which takes many images
+    of different sizes in one call.
+
+    query, key, value: [1, heads, t, d], the patches of all images (or of windows of images) one
+    after another -> ([1, t, heads, d], None). cu_seq_lens_q: int [number + 1], index at which each
+    image or window begins, then t. max_length_q: number of patches in the largest. scaling: factor
+    on the scores."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -188,7 +196,8 @@ def varlen_attention(
 
 def _product_of_patches(convolution: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
     """Apply a convolution whose kernel covers exactly one patch, as a matmul: patches [n, ...] ->
-    [n, out]. By default cuDNN's convolution would round float32 to tf32."""
+    [n, out]. A matmul keeps float32 precision; cuDNN's convolution would by default round to tf32.
+    """
     return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
 
 
@@ -201,9 +210,8 @@ def whole_config(hf_config: dict[str, Any]) -> Any:
 
 @functools.lru_cache(4)
 def modules_on_meta(hf_config: str) -> Any:
-    """transformers' model without its head for a config.json, on the meta device, with one layer in
-    its language model. hf_config: the JSON text. Cached.
-    """
+    """Build transformers' model without its head on the meta device (shapes without memory), to
+    look modules up. Its language model has one layer. hf_config: a config.json's text. Cached."""
     import transformers
 
     hf = whole_config(json.loads(hf_config))
@@ -213,7 +221,7 @@ def modules_on_meta(hf_config: str) -> Any:
 
 
 def tensors_of(tower: torch.nn.Module) -> InputTensors:
-    """(name, True if it is the weight matrix of a linear) for each parameter of a module."""
+    """List a module's parameters as (name, True if it is the weight matrix of a linear)."""
     linears = {
         f"{name}.weight"
         for name, module in tower.named_modules()
@@ -242,10 +250,11 @@ class Tower(torch.nn.Module):
             self.module.config._attn_implementation = _VARLEN
 
     def made(self, of: Any, hf_config: Any, config: McaModelConfig, kind: int) -> Any:
-        """A module of transformers' class `of`, whose weights are not initialised, set up for the
-        model's recomputation and sequence parallelism. hf_config: the module's transformers config.
-        config: the whole model's. kind: index of its kind of input (1 images, 2 audio), by which
-        the optimizer skips the module in steps without such inputs."""
+        """Build one input module of the model (such as the vision tower), without initialising its
+        weights, and set it up for the model's recomputation and sequence parallelism. of: its class
+        in transformers. hf_config: its transformers config. config: the whole model's
+        McaModelConfig. kind: number of its kind of input (1 images, 2 audio); the optimizer skips
+        its weights in steps without such inputs."""
         from transformers.initialization import no_init_weights
 
         with no_init_weights():
@@ -258,8 +267,9 @@ class Tower(torch.nn.Module):
         return module
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
-        """Apply fn to the weights and buffers like Module._apply (for .to(), .half() and others),
-        except that buffers (position frequencies) keep their dtype, float32, as in transformers."""
+        """Apply fn to the module's tensors, as torch's Module._apply does for .to(), .half() and
+        others. Weights change as fn says; buffers (position frequencies) only change their device
+        and keep their dtype, float32, as in transformers."""
         before = {name: buffer for name, buffer in self.named_buffers()}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -278,21 +288,22 @@ class Tower(torch.nn.Module):
         self, pixel_values: torch.Tensor | None, image_grid_thw: torch.Tensor | None
     ) -> list[torch.Tensor] | None:
         """Compute the n features of a micro-batch's images -> [embedded, *deepstack], each [n + 1,
-        h] with a row of zeros first: features that replace embeddings, then those to add to the
-        first layers' outputs.
+        h] with a row of zeros first. embedded: features that replace embeddings. deepstack:
+        features to add to the outputs of the model's first layers.
 
-        pixel_values: [patches, values per patch]; image_grid_thw: [images, 3]. If they are None, a
-        trained tower runs on an empty image whose feature is not used, so that every rank has a
-        gradient for every DDP bucket; otherwise, or without autograd, the result is None.
-        """
+        pixel_values: [patches, values per patch]. image_grid_thw: [images, 3]. For a micro-batch
+        without images both are None. The result is then None, unless the tower is trained and
+        autograd is on: every rank needs a gradient for every DDP bucket, so the tower runs on an
+        empty image, whose feature no token uses."""
         if pixel_values is None and not (self.is_trained and torch.is_grad_enabled()):
             return None
         features = self.features_of(self.module, pixel_values, image_grid_thw)
         return [F.pad(x, (0, 0, 1, 0)) for x in features]
 
     def features_of(self, module: Any, pixel_values: Any, image_grid_thw: Any) -> Any:
-        """[embedded, *deepstack], each [n, h]: what a vision module computes for the given images,
-        or for an empty image if pixel_values is None."""
+        """Run a vision module on images -> [embedded, *deepstack], each [n, h]: features that
+        replace embeddings, and features to add to the first layers' outputs. pixel_values:
+        [patches, values per patch], or None for an empty image. image_grid_thw: [images, 3]."""
         weight = next(module.parameters())
         if pixel_values is None:
             pixel_values, image_grid_thw = empty_picture(self.vision_config, weight.device)
@@ -316,13 +327,13 @@ _REMEDY_AHEAD = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of 
 
 
 class Pictures(Inputs):
-    """Image inputs of a model; on megatron-core, with a Tower on the first pipeline stage. Inputs
-    describes the methods that have no docstring here.
+    """The image inputs of a model. With megatron-core, the first pipeline stage has a Tower (the
+    vision module). Methods without a docstring here are described in the base class Inputs.
 
-    tower: the class of the tower. more_columns: batch columns that it takes beside pixels and
-    grids. grids: for each kind of input, columns of which a batch with such inputs has at least
-    one.
-    """
+    tower: the class of the tower.
+    more_columns: batch columns that the tower takes beside pixels and grids.
+    grids: for each kind of input a tuple of column names; a batch has inputs of that kind if it has
+    one of these columns."""
 
     tower: type[Tower] = Tower
     exact_times = False  # True: positions may be fractions
@@ -331,7 +342,8 @@ class Pictures(Inputs):
 
     @property
     def on_meta(self) -> Any:
-        """transformers' model without its head, on the meta device, see modules_on_meta."""
+        """transformers' model without its head, on the meta device (shapes without memory), from
+        modules_on_meta()."""
         return modules_on_meta(json.dumps(self.hf_config, sort_keys=True))
 
     @functools.cached_property
@@ -390,10 +402,14 @@ class Pictures(Inputs):
         rope_h: torch.Tensor, rope_w: torch.Tensor,
         image_slot: Any = None, pixel_values: Any = None, image_grid_thw: Any = None, **more: Any,
     ) -> tuple[Any, list[Any], Callable[..., Any] | None]:  # fmt: skip
-        """Replace placeholder embeddings by image features -> (hidden, deepstack features to add to
-        the first layers' outputs, a function that does the same for other embeddings and slots, or
-        None if there are no features here). Runs the vision tower on the first pipeline stage. On
-        every stage it adds the rotary tables for this rank's positions to `shared`."""
+        """Replace the embeddings of placeholder tokens by image features, on the first pipeline
+        stage -> (hidden, deepstack, replace). deepstack: features to add to the outputs of the
+        first layers. replace(embeddings, slots): does the same for other embeddings; None if there
+        are no features on this rank.
+
+        On every stage, the rotary tables for this rank's positions are added to `shared`. rope_t,
+        rope_h, rope_w: [b, s], positions along time, height and width. image_slot: [b, s], the
+        feature index of each token, -1 for text. more: other columns that the tower takes."""
         positions = torch.stack((rope_t, rope_h, rope_w))
         shared["rope_tables"] = self.axial_rope.tables(positions, self.config.params_dtype)
         if not model.pre_process:
@@ -403,8 +419,9 @@ class Pictures(Inputs):
             return hidden, [], None
 
         def placed(image_slot: torch.Tensor) -> PlacedFeatures:
-            """The PlacedFeatures for image_slot [b, s], or for this rank's part of it under
-            sequence parallelism."""
+            """Put the image features at this rank's tokens. image_slot: [b, s], the feature index
+            of each token, -1 for text; under sequence parallelism this rank's part of it is taken.
+            """
             if self.config.sequence_parallel:
                 image_slot = image_slot.chunk(model.tp_group.size(), 1)[model.tp_group.rank()]
             return PlacedFeatures.of(features, image_slot)
@@ -413,10 +430,12 @@ class Pictures(Inputs):
         return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
 
     def arrange(self, batch: Batch) -> Batch:
-        """The batch with "image_slot" (the index of each token's image feature) added, and videos
-        concatenated after images, because one tower takes both. Pixels and other columns of inputs
-        are dropped on later pipeline stages, and from batches of padding only. ValueError as
-        check_slots, and for images with multi-token prediction on several pipeline stages."""
+        """Make a batch ready for the model: add "image_slot" (the index of each token's image
+        feature), and concatenate videos after images, because one tower takes both.
+
+        Only the first pipeline stage keeps pixels and other columns of inputs, and there a batch of
+        padding alone loses them. ValueError if check_slots refuses the batch, and for images with
+        multi-token prediction on several pipeline stages."""
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
         expect(
@@ -433,8 +452,8 @@ class Pictures(Inputs):
         return joined | {name: batch[name] for name in self.more_columns if name in batch}
 
     def _with_slots(self, batch: Batch) -> Batch:
-        """The batch with "image_slot" added, the index of each token's image feature. ValueError as
-        check_slots."""
+        """A copy of the batch with "image_slot" [b, s] added: the index of each token's image
+        feature, -1 for others. ValueError if check_slots refuses the batch."""
         batch = with_image_slots(batch, *self.token_ids)
         check_slots(batch, self.vision_config.spatial_merge_size)
         return batch
@@ -477,9 +496,10 @@ class Pictures(Inputs):
         return {kind for kind, is_seen in enumerate(largest(*map(int, found)), 1) if not is_seen}
 
     def work(self, model: Any) -> InputWork:
-        """The vision tower's training FLOPs per image patch, as an InputWork: forward, and backward
-        if any of its weights is trained. A merger counts once per feature; layers that attend
-        within windows count as if all windows had their full size."""
+        """Estimate the vision tower's training FLOPs per image patch, as an InputWork: the forward
+        pass, and the backward pass if any of the tower's weights is trained. Weights that work on
+        merged patches count once per feature, not per patch. Windows of attention count as if all
+        had their full size."""
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
         weights = 0.0
@@ -513,8 +533,9 @@ class Pictures(Inputs):
         return ", ".join(f"{part} {trained[part]:,} of {total:,}" for part, total in totals.items())
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """Bytes that the vision tower saves for the backward pass, per image token; 0 if all its
-        blocks are frozen. trained: names of the trained parameters. width: bytes per value."""
+        """Estimate the memory that the vision tower keeps for the backward pass, in bytes per image
+        token; 0 if all its blocks are frozen. trained: names of the trained parameters. width:
+        bytes per value."""
         if not any("vis" in name and ".blocks." in name for name in trained):
             return 0.0
         vision = self.vision_config
@@ -530,5 +551,6 @@ class Pictures(Inputs):
 
 
 def _without_pictures(columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns without pixels, grids and other columns of inputs."""
+    """A copy of a batch's columns {name: column} without those of inputs other than text, such as
+    pixels and their grids."""
     return {name: column for name, column in columns.items() if not is_of_inputs(name)}

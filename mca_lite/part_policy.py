@@ -45,14 +45,15 @@ from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 
 
 class PolicyTokens(NamedTuple):
-    """Inputs of a policy loss's formula: this rank's tokens of a micro-batch, [b, s].
+    """Inputs of a policy loss's formula: this rank's tokens of a micro-batch. Tensors are [b, s].
 
-    logps: l, the tokens' log-probabilities. log_ratio: l - o; for a loss with one ratio per sample,
-    its mean over the sample. advantage: A, 0 if samples have none. ref_logp: log-probability under
-    the reference or teacher, or None.
+    logps: the tokens' log-probabilities l.
+    log_ratio: l - o, with o the column old_logp, or l without a gradient if samples have none. In a
+    loss with one ratio per sample, the mean of l - o over the sample's trained tokens.
+    advantage: A, 0 if samples have none.
+    ref_logp: log-probability under the reference or teacher, or None.
     mean_of_answer(values [b, s]): for each trained token, the mean over the trained tokens of its
-    sample, without a gradient; collective over context-parallel ranks.
-    """
+    sample, without a gradient; collective over context-parallel ranks."""
 
     log_ratio: torch.Tensor
     logps: torch.Tensor
@@ -244,12 +245,13 @@ class Policy:
         return 1 - self.clip_low, 1 + high
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss terms [b, s], {metric: values [b, s]}) for a micro-batch's tokens: the formula's
-        terms, weighted by sampler_weight, with the KL penalty and the entropy bonus, and divided by
-        the sample's number of trained tokens if the loss takes means. ValueError if the formula
-        gives another shape. Collective over context-parallel ranks if a mean over samples is
-        needed.
-        """
+        """Compute the loss terms [b, s] of a micro-batch's tokens, and {metric: values [b, s]}. A
+        term is the formula's (0 if off_policy_max drops it), times sampler_weight, with the KL
+        penalty and the entropy bonus; if the loss takes means, it is divided by the sample's number
+        of trained tokens.
+
+        ValueError if the formula gives another shape. Collective over context-parallel ranks if a
+        mean over samples is needed."""
         logps = tokens.logps
         columns = tokens.columns
         token_ratio = logps - columns.get("old_logp", logps.detach())
@@ -301,15 +303,15 @@ def sampler_weights(
     most: float = 3.0,
     least: float = 0.0,
 ) -> np.ndarray:
-    """Weights [n] float32 that correct a sample for the difference between the policy and the
-    sampler that generated it: exp(old_logp - sampler_logp) for each token, or for the sum over the
-    sample.
+    """Weights, float32 [n], that correct a sample of n tokens for the difference between the policy
+    and the sampler that generated it: exp(old_logp - sampler_logp) of each token, or of the sum
+    over the sample.
 
     labels, old_logp, sampler_logp: [n]. correction: "token" or "sequence", then "_truncate" (limit
     weights to least .. most) or "_mask" (weight 0 outside of least .. most), such as
-    "token_truncate". For a token without a label, or with NaN as log-probability, both
-    log-probabilities count as equal. ValueError for another correction.
-    """
+    "token_truncate".
+    A token without a label, or whose difference is NaN, counts with a difference of 0. ValueError
+    for another correction."""
     scope, _, way = correction.partition("_")
     expect(
         scope in ("token", "sequence") and way in ("truncate", "mask"),

@@ -39,19 +39,17 @@ TOKEN_COLUMNS = {
 
 
 class RolloutEncoder(Encoder):
-    """Encoder for rollouts: records that already have token ids, so that nothing is rendered or
-    tokenised.
+    """Encoder for rollouts (answers that a policy sampled): their records already have token ids,
+    so nothing is rendered or tokenised.
 
-    A sample has one document. Its columns in TOKEN_COLUMNS, such as old_logp, are float32 [n] over
-    its n tokens before the shift by one; routes are as _routes() returns them, reward and group are
-    numbers.
-    """
+    A sample has one document. Its columns in TOKEN_COLUMNS, such as old_logp, are float32 [n] for
+    its n tokens, before labels are shifted by one. routes are as _routes() returns them; reward and
+    group are numbers."""
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
-        """(samples, tally of problems) for a chunk of records. An unusable record is counted in the
-        tally if such records may be skipped, otherwise it raises ValueError, as does cutoff_rule:
-        proportion.
-        """
+        """Turn a chunk of records into (samples, Tally of what happened to the records). An
+        unusable record raises ValueError, or is only counted in the Tally if such records may be
+        skipped. ValueError too for the setting cutoff_rule: proportion."""
         expect(
             not self.cuts_in_proportion,
             "cutoff_rule: proportion would cut prompts that answers were sampled after: set end",
@@ -80,9 +78,9 @@ class RolloutEncoder(Encoder):
         return kept, tally
 
     def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any], tuple[Any, ...]]:
-        """Read a record: (token ids, with ~id for a token that is not trained; {column: values};
-        images or other inputs beside text). ValueError, naming the record `where`, if it is
-        unusable."""
+        """Read and check one record -> (token ids, with ~id for a token that is not trained;
+        {column: values}; images or other inputs beside text). where: the record's place, for
+        messages. ValueError if the record is unusable."""
         record = _with_usual_names(record, where)
         ids, start = self._ids(record, where)
         mask = _of_tokens(record, "mask", len(ids), start, where)
@@ -132,10 +130,12 @@ class RolloutEncoder(Encoder):
         return np.where(is_trained, ids, ~ids), columns, media
 
     def _ids(self, record: dict[str, Any], where: str) -> tuple[np.ndarray, int | None]:
-        """(token ids of prompt and answer, index of the answer's first token; None if the record
-        does not tell where the answer begins). ValueError for ids outside the vocabulary, for less
-        than two ids, for lengths that disagree, or if ids are missing or no list.
-        """
+        """Find a record's token ids, and where the answer begins -> (int32 ids of prompt and
+        answer, index of the answer's first token, or None if the record does not tell). where: the
+        record's place, for messages.
+
+        ValueError if ids are missing, no list, less than two or outside the vocabulary, or if the
+        record's lengths disagree."""
         start = None
         ids = get_column(record, "ids", where, list, required="response_ids" not in record)
         if ids is None:
@@ -164,10 +164,12 @@ class RolloutEncoder(Encoder):
 
 
 def _with_usual_names(record: Any, where: str) -> dict[str, Any]:
-    """A copy of the record whose columns have this module's names, without nulls: "token_ids"
-    becomes "ids". ValueError if the record is no object, has one column under two names, or has
-    both ids and response_ids.
-    """
+    """A copy of a record in which other programs' names for columns are replaced by this module's
+    (such as "token_ids" by "ids"), and columns that are null are left out. where: the record's
+    place, for messages.
+
+    ValueError if the record is no object, has one column under two names, or has both ids and
+    response_ids."""
     get_column(record, "", where, object, required=False)  # refuses all but objects
     record = {name: record[name] for name in record if record[name] is not None}
     for name, others in ALIASES.items():
@@ -183,13 +185,13 @@ def _with_usual_names(record: Any, where: str) -> dict[str, Any]:
 def _of_tokens(
     record: dict[str, Any], name: str, length: int, start: int | None, where: str
 ) -> np.ndarray | None:
-    """A record's column as float32 [length], one value per token; None if the record lacks it. A
-    single number is repeated. Values for the answer only are padded with 0 in front. A null among
-    them becomes NaN.
+    """Read a record's column with one number per token -> float32 [length], or None if the record
+    lacks the column. One number alone is repeated. If only the answer's tokens have values, those
+    of the prompt are 0. A null becomes NaN.
 
-    start: index of the answer's first token, if known. ValueError for another number of values, or
-    for values that NumPy cannot convert.
-    """
+    name: the column's. length: number of tokens. start: index of the answer's first token, if
+    known. where: the record's place, for messages. ValueError for another number of values, or for
+    values that NumPy cannot convert."""
     given = get_column(record, name, where, (list, int, float), required=False)
     if given is None:
         return None
@@ -230,13 +232,12 @@ def read_routes(field: Any) -> np.ndarray:
 
 
 def _routes(field: Any, length: int) -> np.ndarray:
-    """The chosen experts of a record as a column, int16 [length, MoE layers, experts per token].
-    Row t has the experts of token t - 1, and row 0 is -1: data_encode.shifted drops the first row
-    of each column, after which row t has the experts of input token t.
+    """Read a record's field with the experts that the sampler chose -> a column, int16 [length, MoE
+    layers, experts per token]. Its row t has the experts of token t - 1, and row 0 is -1, because
+    data_encode.shifted later drops the first row of each column.
 
-    field: the record's value. length: the record's number of tokens. ValueError if the field has
-    neither that many rows nor one less, or cannot be decoded.
-    """
+    field: the record's value. length: number of tokens. ValueError if the field cannot be decoded,
+    or has neither `length` rows nor one less."""
     routes = read_routes(field)
     expect(
         len(routes) in (length - 1, length),
@@ -247,11 +248,13 @@ def _routes(field: Any, length: int) -> np.ndarray:
 
 
 def _first(values: np.ndarray, wrong: np.ndarray) -> str:
-    """The first value marked in `wrong` and its index, as text for a message."""
+    """Text for a message about wrong values in a column: the first of them and its index. values:
+    the column. wrong: bool of the same shape, True at wrong values."""
     place = int(wrong.argmax())
     return f"{values[place]:g} at {place}"
 
 
 def _number_of(group: int | str) -> float:
-    """A number that stands for a group's name: 48 bits of its hash, exact in float64."""
+    """A number by which answers of one group are recognised, from the group's name: 48 bits of the
+    name's hash, exact in float64."""
     return float(int(hashlib.sha256(str(group).encode()).hexdigest()[:12], 16))

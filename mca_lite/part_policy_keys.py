@@ -22,13 +22,14 @@ def _check_loss(name: str) -> None:
 class PolicyArguments(ArgumentGroup):
     """Configuration keys of policy training on answers that another program sampled.
 
-    In the keys' help texts: the ratio is exp(new - old log-probability) of a token, or for gspo of
-    a whole answer (by the mean per token). The advantage is a column of the data; if it is missing,
-    it is computed from the rewards of a group of answers, or for opd 0. The reference of the KL
-    penalty is the column ref_logprobs; if it is missing, the model before training, or for adapters
-    without modules_to_save their base model. For a stream nothing is computed. "opd" is on-policy
-    distillation from a teacher, whose column ref_logprobs must be there.
-    """
+    In the keys' help texts, the ratio is exp(new - old log-probability) of a token; for gspo it is
+    that of a whole answer, from the mean per token. The advantage is a column of the data. If that
+    is missing, it is computed from the rewards of a group of answers; for a loss that does not
+    require it, such as opd, it is then 0.
+    The reference of the KL penalty is the column ref_logprobs. If that is missing, it is the model
+    before training, or for adapters without modules_to_save their base model. For a stream none of
+    this is computed. "opd" is on-policy distillation from a teacher, whose log-probabilities must
+    be in the column ref_logprobs."""
 
     policy_loss: str | None = optional(
         "stage policy: the loss of rollouts (None: grpo)", check=_check_loss
@@ -98,8 +99,9 @@ def loss_of_stage(a: Any) -> str:
 
 
 def _check_policy_keys(a: Any, judge: Judge) -> None:
-    """Check the configuration keys of the loss and of the sampler's correction; Problems go to
-    `judge`. a: the keys of the stage."""
+    """Check the keys of the policy loss and of the sampler's correction (importance weights) for
+    contradictions. Errors are added to `judge`, which collects them. a: the configuration keys of
+    the stage, as attributes."""
     name = loss_of_stage(a)
     judge.expect(
         a.stage in ("policy", name),
@@ -130,13 +132,15 @@ def _check_policy_keys(a: Any, judge: Judge) -> None:
 
 
 def _check_policy_run(a: Any, judge: Judge) -> None:
-    """Check the configuration of a policy run across all groups of keys; Problems go to `judge`. a:
-    the keys of all groups."""
+    """Check keys of all groups, such as mtp_num_layers, for values that a policy run does not
+    support. Errors are added to `judge`, which collects them. a: all configuration keys; not used
+    here, because `judge` has them."""
     judge.apply(_RUN)
 
 
 def _describe_policy(a: Any) -> str:
-    """Text about the policy loss, its clipping and KL penalty for the start summary."""
+    """A text for the start summary: the policy loss, its clipping, the weight of its KL penalty,
+    and the temperature. a: the configuration keys, as attributes."""
     text = f"{loss_of_stage(a)}, clip {a.clip_low:g}"
     if a.clip_high is not None:
         text += f" and {a.clip_high:g}"

@@ -26,18 +26,18 @@ from .tables import SESSION_COLUMNS, function_of, other_columns
 
 @dataclass(kw_only=True)
 class PolicyConfig(Policy, ObjectiveConfig):
-    """Settings of policy training: a loss with its parameters (see Policy), and how missing columns
-    are computed. ConfigError for values that do not fit together. name: the loss, a row of
-    POLICIES. with_entropy: log the entropy.
+    """Settings of policy training: a loss with its parameters (see Policy), and how columns are
+    computed that the samples lack. ConfigError for values that do not fit together. name: the loss,
+    a row of POLICIES. with_entropy: log the entropy.
 
     scale_rewards: divide advantages by the standard deviation of their group's rewards.
-    sampler_correction: how weights correct for the sampler, such as "token_truncate"; the samples'
-    old_logp is then the sampler's; None: no correction. sampler_max, sampler_min: limits of these
-    weights.
+    sampler_correction: computes a weight per token that corrects for the difference between sampler
+    and model, such as "token_truncate"; the samples' old_logp is then the sampler's. None: no
+    correction. sampler_max, sampler_min: limits of these weights.
+
     cache_dir: folder for log-probabilities under the model before training; None: kept in memory.
     model_source: text in the cache's key that tells apart start models of the same folder, such as
-    models drawn from different seeds.
-    """
+    models drawn from different seeds."""
 
     name: str = "grpo"
     with_entropy: bool = True
@@ -60,10 +60,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     "group" may replace "advantage".
 
     train_config: a PolicyConfig. Other arguments are McaTrainer's. The loss is divided by its count
-    over the global batch, for dr_grpo also by `constant`. The log shows the mean over tokens for
-    importance_sampling, a sum, and for dr_grpo the loss before that division. ValueError for data
-    and keys that do not fit.
-    """
+    over the global batch, for dr_grpo also by `constant`. For importance_sampling, which is a sum,
+    the log shows the mean over tokens; for dr_grpo the loss before the division by `constant`.
+    ValueError for data and keys that do not fit."""
 
     config_class = PolicyConfig
     scorer = "model before training"
@@ -90,9 +89,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
-        """This trainer's arguments beyond McaTrainer's, for a run: {"train_config"}. second_model:
-        not used.
-        """
+        """The arguments that this trainer takes in addition to McaTrainer's, for a run of the
+        command line: {"train_config": a PolicyConfig}. arguments: RunArguments. second_model: not
+        used."""
         cache_dir = cache_folder(arguments.data.cache_dir)
         source = ""
         if arguments.model.train_from_scratch:
@@ -106,18 +105,16 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     # -- the objective, that of a Session
 
     def _arrange(self, batch: Batch) -> Batch:
-        """Arrange a collated batch for the model. The loss's columns are checked, and set to 0
-        where there is no label. ValueError for values that the loss cannot use, and for routes that
-        do not fit the model.
-        """
+        """Arrange a collated batch for the model, and check the columns that the loss reads, which
+        become 0 at tokens without a label. ValueError for values that the loss cannot use, and for
+        routes (chosen experts) that do not fit the model."""
         if "routes" in batch:
             function_of("part_routes:check_routes")(self.backend, batch["routes"])
         return super()._arrange(with_columns(batch, self.loss))
 
     def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
-        """Return the micro-batches of a step. If they have the column "routes", make the MoE
-        routers replay these experts in this step.
-        """
+        """Return the micro-batches of a step. If they have the column "routes" (experts chosen for
+        each token), make the MoE routers replay these experts in this step."""
         if any("routes" in batch for batch in micro_batches):
             self.routes = self.routes or function_of("part_routes:Routes")(self.backend)
             self.routes.__enter__()  # this also forgets the routes of the step before
@@ -126,9 +123,10 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: Batch, losses: Any
     ) -> tuple[Any, ...]:
-        """Turn token losses [b, s], with entropy [b, s, 2], into (sum of the loss's terms divided
-        by its `times`, count int32, {metric: (sum, count)}). count: trained tokens, or samples with
-        one, as the loss counts; 0 for a loss that counts "one"."""
+        """Turn token losses [b, s], with entropy [b, s, 2], into (sum of the loss's terms, count
+        int32, {metric: (sum, count)}). The sum is divided by the loss's factor `times`, such as
+        dr_grpo's constant. count: trained tokens, or samples with a trained token, as the loss
+        counts; 0 for a loss that counts "one"."""
         total, count, metrics = super()._post_compute_loss(labels, batch, losses)
         del metrics["logps"]
         return total / self.loss.times, count, metrics
@@ -136,12 +134,11 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     # -- columns of samples
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with the columns that the loss needs and they lack: advantages from the
-        rewards of a group, and log-probabilities under the model before training. A stream, and
-        samples prepared before, are returned unchanged. ValueError if a column cannot be computed,
-        such as a teacher's log-probabilities.
-        All ranks must call it.
-        """
+        """Give samples the columns that the loss needs and they lack: advantages, from the rewards
+        of a group, and log-probabilities under the model before training (for the reference of
+        adapters without modules_to_save: under their base model). A stream, and samples prepared
+        before, are returned unchanged. ValueError if a column cannot be computed, such as a
+        teacher's log-probabilities. All ranks must call it."""
         if isinstance(samples, (Stream, Computed)):
             return samples
         config = self.train_config
@@ -172,9 +169,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return view
 
     def _advantages(self, samples: Any) -> np.ndarray:
-        """Advantages from rewards, float64 [samples]; a group is the samples with the same "group"
-        in one data set (one token-cache shard). ValueError if a reward or group is missing.
-        """
+        """Compute advantages from the samples' rewards: float64 [samples]. Rewards are compared
+        within a group: the samples with the same "group" in one data set (one token-cache shard).
+        ValueError if a reward or group is missing."""
         shards = getattr(samples, "shards", None)
         if shards is None:
             documents = [_document(samples[i]) for i in range(len(samples))]
@@ -198,10 +195,10 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return advantages if shards is None else advantages[samples.indices]
 
     def _rows(self, samples: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities of all trained tokens before training, stored or computed now: (int64
-        [samples + 1], where each sample's tokens begin and end; float32 [trained tokens, 2], under
-        the model and under the reference). ValueError if training has begun. Collective.
-        """
+        """Log-probabilities of all trained tokens before training, read from disk or computed now:
+        (ends, int64 [samples + 1], and float32 [trained tokens, 2], under the model and under the
+        reference). Sample i has the tokens ends[i] to ends[i + 1]. ValueError if training has
+        begun. Collective."""
         expect(
             not self.was_trained,
             "log-probabilities by the model before training are computed before it is trained: "
@@ -244,17 +241,17 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return documents
 
     def _log_probs(self, documents: Documents, base: bool = False) -> list[Any]:
-        """Log-probabilities of the labels, float32 [n] for each document, on the CPU, by a Session
-        around the trainer's model. base: with adapters off. Collective.
-        """
+        """Compute the log-probabilities of each document's labels under the trainer's model, by a
+        Session: float32 [n] per document, on the CPU. base: True to switch adapters off.
+        Collective."""
         session = Session(self.model, self.args, self.tokenizer, self.backend)
         self.backend.use_timers(self.phases.timer)
         return session.log_probs(documents, base=base)
 
     def log_probabilities(self, dataset: Any) -> np.ndarray:
-        """float64 [samples, 1, 2]: each sample's sum of log-probabilities over trained tokens, and
-        their number, on every rank. Temperatures and routes are applied as in training. Collective.
-        """
+        """Sum each sample's log-probabilities over its trained tokens -> float64 [samples, 1, 2],
+        the sum and the number of these tokens, on every rank. Temperatures and routes (chosen
+        experts) are applied as in training. Collective."""
         self.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         samples = samples_of(dataset)
         of_step = self.args.train_global_batch_size
@@ -269,10 +266,13 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
 
 class Computed(View):
-    """A view of rollouts with the columns which PolicyTrainer has computed, and without `group`.
-    With sampler_correction, old_logp is replaced. advantages: float64 [samples]; None: the samples
-    have advantages, or the loss needs none. columns: the first sample's SESSION_COLUMNS; reading a
-    sample with others raises ValueError."""
+    """A view of rollouts with the columns which PolicyTrainer has computed, and without the column
+    `group`. With sampler_correction, old_logp becomes the log-probability under the model before
+    training.
+
+    advantages: float64 [samples]; None: the samples have advantages, or the loss needs none.
+    columns: the SESSION_COLUMNS that the first sample has; reading a sample with others raises
+    ValueError."""
 
     advantages: np.ndarray | None = None
     rows: np.ndarray | None = None
@@ -284,10 +284,9 @@ class Computed(View):
         self.document_lengths = getattr(dataset, "document_lengths", None)
 
     def use_rows(self, ends: np.ndarray, rows: np.ndarray) -> None:
-        """Let samples get their log-probabilities from `rows`, float32 [trained tokens, 2]: under
-        the model before training, and under the reference. ends: int64 [samples + 1], cumulative
-        numbers of trained tokens.
-        """
+        """Set the log-probabilities that samples of this view get: rows, float32 [trained tokens,
+        2], under the model before training, and under the reference. ends: int64 [samples + 1];
+        sample i has rows ends[i] to ends[i + 1]."""
         self.ends = ends
         self.rows = rows
         self.first_scores = rows[:4].tolist()
@@ -325,9 +324,8 @@ class Computed(View):
 
 
 def _document(sample: Any) -> dict[str, Any]:
-    """The sample's only document, without missing values. ValueError if it has several
-    documents.
-    """
+    """The sample's document, without columns whose value is None. ValueError if the sample has
+    several documents."""
     [document, *others] = documents_of(sample)
     expect(not others, "a rollout has several documents: expected one")
     return {name: document[name] for name in document if document[name] is not None}

@@ -45,13 +45,13 @@ _BLOCK = 1024  # columns per program
 
 
 class Form(NamedTuple):
-    """A quantised number format, such as nf4.
+    """A quantised number format, such as nf4: a weight is stored as codes, in blocks with one scale
+    each.
 
-    table: the value of each 4-bit code; (): codes are signed bytes.
+    table: the value of each 4-bit code; (): codes are signed bytes, which are their own values.
     block: number of values that share a scale.
-    largest: the scaled value of a block's largest magnitude; None: scales are powers of two, stored
-    as exponent + 127.
-    """
+    largest: a block's scale is its largest magnitude divided by this number. None: scales are
+    powers of two, stored as exponent + 127."""
 
     table: tuple[float, ...]
     block: int  # numbers with one scale
@@ -73,13 +73,16 @@ FORMS = {"nf4": Form(NF4, 64, 1.0), "int8": Form((), 64, 127.0), "mxfp4": Form(_
 
 @functools.cache
 def _table(form: Form, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the format's table of values, midpoints between neighbours), float32 on a device. Cached."""
+    """A format's table of code values, and the midpoints between neighbours in it, by which numbers
+    are rounded to codes; float32 on `device`. Cached."""
     table = torch.tensor(form.table, device=device)
     return table, (table[1:] + table[:-1]) / 2
 
 
 def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
-    """The blocks' scales as float32: powers of two are computed from their stored exponents."""
+    """The scales of blocks as float32 factors. scales: from quantise(). If the format's scales are
+    powers of two, they are computed from the stored exponents; other scales are returned as they
+    are."""
     if form.largest is not None:
         return scales
     exponents = scales.int()
@@ -88,9 +91,10 @@ def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise the values `numbers` [.., k] in a format, such as FORMS["nf4"] -> (codes, scales
-    [.., k / block]). 4-bit codes are two in a byte, [.., k / 2], the first in the upper half; 8-bit
-    codes are signed, [.., k]."""
+    """Quantise numbers [.., k] in a format, such as FORMS["nf4"] -> (codes, scales
+    [.., k / form.block]). A scale belongs to a block of form.block neighbouring numbers along the
+    last axis. Codes of 4 bits are packed two in a byte, uint8 [.., k / 2], the first in the upper
+    half. Codes of 8 bits are int8 [.., k]."""
     blocks = numbers.float().unflatten(-1, (-1, form.block))
     most = blocks.abs().amax(-1)
     if form.largest is not None:
@@ -140,9 +144,10 @@ def _whole_kernel(
 
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
-    """Dequantise codes and scales into out [.., k], rounded to its dtype. There may be gaps between
-    the rows of `out`, and further ones between its matrices [n, rows, k]. One kernel on a GPU with
-    Triton."""
+    """Dequantise a weight into the given tensor `out` [.., k], rounded to its dtype. codes, scales:
+    from quantise(), in the format `form`. The rows of `out` may have gaps between them in memory.
+    If it is a stack of matrices [n, rows, k], these may have further gaps between them. On a GPU
+    with Triton this is one kernel."""
     if compiles(out):
         launch_whole(codes, scales, form, out if out.dim() == 3 else out.view(-1, out.shape[-1]))
         return
@@ -161,8 +166,9 @@ def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torc
 
 
 def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
-    """Run the Triton kernel of write_whole, which writes the values into out [rows, k] or [n, rows,
-    k]. codes, scales: from quantise(), as [rows, ...], n * rows of them in the second case."""
+    """Run the Triton kernel that does the work of write_whole() on a GPU: dequantise codes and
+    scales into `out`, which is [rows, k] or [n, rows, k]. codes, scales: from quantise(),
+    contiguous, with a row for each row of `out` (n * rows of them in the second case)."""
     *_, rows, columns = out.shape
     grid = (out.numel() // columns, triton.cdiv(columns, _BLOCK))
     table, _ = _table(form, out.device)
@@ -177,14 +183,16 @@ _aten = torch.ops.aten
 
 
 class Quantised(torch.Tensor):
-    """A frozen weight [.., k] in a quantised format, with codes and scales from quantise(). Its
-    dtype is that to which the values are rounded when dequantised.
+    """A frozen weight [.., k], stored as the codes and scales of quantise(). Its dtype is that of
+    the dequantised values.
 
-    detach, select along axis 0 of several axes, and view of the leading axes share its memory;
-    copy_ quantises plain values; other in-place methods that change values, such as mul_, raise
-    NotImplementedError. Other operators get a dequantised copy, whole(), which they change if they
-    work in place (torch._foreach_mul_, out=); a copy to the meta device has no values.
-    """
+    These operators work on the stored form: detach, select along axis 0 of several axes, and view
+    of the leading axes give a Quantised that shares its memory; copy_ into the weight quantises
+    plain values; a copy to the meta device has no values. Other in-place methods that change
+    values, such as mul_, raise NotImplementedError.
+
+    Other operators get a dequantised copy, whole(). Those that write to their arguments in another
+    way (torch._foreach_mul_, out=) change this copy alone."""
 
     @staticmethod
     def __new__(
@@ -225,15 +233,16 @@ class Quantised(torch.Tensor):
         return type(self)(codes, scales, self.form, self.dtype)
 
     def whole(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The dequantised weight, written to `out` if given."""
+        """The dequantised weight. out: a tensor to write it to, rounded to the tensor's dtype; the
+        result is this tensor. None: a new tensor in this weight's dtype."""
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         write_whole(*self.parts, self.form, out)
         return out
 
     def set(self, numbers: torch.Tensor) -> None:
-        """Quantise the values `numbers`, broadcast to this shape, into this tensor, some rows at a
-        time."""
+        """Overwrite this weight with other values, which are quantised. numbers: the values,
+        broadcast to this weight's shape. Some rows are converted at a time, to save memory."""
         columns = self.shape[-1]
         rows = numbers.expand(self.shape).reshape(-1, columns)
         codes, scales = (part.view(len(rows), -1) for part in self.parts)
@@ -245,8 +254,10 @@ class Quantised(torch.Tensor):
                 part[first : first + step] = new
 
     def frozen_product(self, x: torch.Tensor, product: Callable[..., Any]) -> torch.Tensor:
-        """Compute product(x, dequantised weight as [n, out, in]); inside zeros_from() it may be
-        zeros. Backward dequantises the weight again, instead of keeping its values."""
+        """Multiply x by this weight: product(x, w), with w the dequantised weight as [n, out, in]
+        for n experts. Backward dequantises the weight again, instead of keeping its values. For a
+        weight inside zeros_from(), which marks products that nobody reads, the result may be zeros.
+        """
         return _Product.apply(x, self, product)
 
     @classmethod
@@ -275,8 +286,9 @@ class Quantised(torch.Tensor):
         return function(*args, **kwargs)
 
     def shared(self, function: Any, args: Any, kwargs: Any) -> "torch.Tensor | None":
-        """The result of an operator that works on the quantised format, such as detach or a view;
-        None for operators that need the dequantised weight."""
+        """The result of an operator that works on codes and scales, such as detach or a view, or of
+        a copy to the meta device; None for any other operator. function, args, kwargs: the
+        operator and its arguments, as __torch_dispatch__ gets them."""
         if function in (_aten.detach.default, _aten.alias.default):
             return self._with(*self.parts)
         if function is _aten.select.int and args[1] == 0 and self.dim() > 1:
@@ -294,9 +306,10 @@ class Quantised(torch.Tensor):
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function of product(x, weight [n, .., in] as [n, out, in]) for a frozen quantised
-    weight; inside zeros_from() forward gives zeros. It saves the quantised weight for backward, and
-    gives only x a gradient."""
+    """Autograd function of Quantised.frozen_product(): product(x, w), with w the frozen weight
+    [n, .., in], dequantised as [n, out, in]. It saves the quantised weight for backward, and gives
+    only x a gradient. For a weight inside zeros_from(), which marks products that nobody reads,
+    forward gives zeros."""
 
     @staticmethod
     def forward(
@@ -319,32 +332,33 @@ class _Product(torch.autograd.Function):
 
 
 def is_quantised(row: Row, config: Any) -> bool:
-    """True if config.weight_format, which must be set, applies to the row's weight: a linear's or
-    expert's matrix in a layer, of a kind that tensor parallelism can shard. With mxfp4, only
-    experts if the model has some."""
+    """True if the format config.weight_format, which must be set, applies to the weight of a Row (a
+    megatron tensor and its Hugging Face names). It applies to a linear's or expert's matrix in a
+    layer, of a kind that tensor parallelism can shard. mxfp4 applies to experts alone if the model
+    has some."""
     is_matrix = row.is_linear and row.axis is not None and "{}" in row.mca
     only_experts = config.weight_format == "mxfp4" and config.num_moe_experts
     return is_matrix and (row.expert is not None or not only_experts)
 
 
 def quantised_layers(config: Any) -> LayerRows:
-    """Yield (row of the family's table, layer index) for each weight that config.weight_format
-    quantises."""
+    """Yield (row, layer index) for each weight that config.weight_format quantises. row: a Row of
+    the family's table (a megatron tensor and its Hugging Face names)."""
     return ((row, layer) for row, layer in in_layer_order(config) if is_quantised(row, config))
 
 
 def bytes_of_numbers(config: Any) -> dict[str, float]:
-    """{megatron name: bytes per value} for each quantised weight; in a name, {} stands for the
-    layer, [] for the expert."""
+    """The size of quantised weights: {megatron name: bytes per value} for each weight that
+    config.weight_format quantises. In a name, {} stands for the layer, [] for the expert."""
     size = FORMS[config.weight_format].bytes_of_number
     rows = [row for row, _ in quantised_layers(config)]
     return {row.mca.replace(f"experts.{row.expert}.", "experts.[]."): size for row in rows}
 
 
 def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
-    """Replace each matrix of a decoder layer to which is_quantised() applies by a frozen Quantised
-    in config.weight_format, in place. Its codes and scales are 0 until weights are loaded. Other
-    tensors are kept."""
+    """Replace the matrices of a decoder layer that config.weight_format quantises, in place: each
+    becomes a frozen Quantised (codes and scales), which are 0 until weights are loaded.
+    is_quantised() says which; other tensors are kept."""
     form = FORMS[config.weight_format]
     rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
     names = {row.mca.partition(".{}.")[2] for row in rows}
@@ -361,10 +375,13 @@ def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
 
 
 def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
-    """Choose the format of frozen weights, such as nf4, by a run's quantization keys, and set it on
-    the model's config -> text for the report, such as ", base in nf4". spec: the run's LoraSpec.
-    Adds Problems to `judge` for a model or layout that cannot be quantised, and for a quantised
-    module in modules_to_save. Not collective."""
+    """Choose the number format of a run's frozen weights, such as nf4, by its quantization keys,
+    and set it on the model's config -> text for the report, such as ", base in nf4".
+
+    request: a Request (the run's arguments and the model's config). spec: the settings of the run's
+    LoRA adapters. judge: a Judge (collects Problems of a configuration), which gets one for a model
+    or layout that cannot be quantised, and for a quantised module in modules_to_save. Not
+    collective."""
     name = choose_by_keys(request.config, request.arguments, judge)
     for row, layer in quantised_layers(request.config):
         for module in modules_of(row, layer):
@@ -378,8 +395,9 @@ def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
 
 
 def choose_by_keys(config: Any, arguments: Any, judge: Judge | None = None) -> str:
-    """Call choose() with a run's quantization_bit and quantization_type -> the format's name.
-    arguments: RunArguments."""
+    """Choose the quantised format by a run's keys quantization_bit and quantization_type, and set
+    config.weight_format -> the format's name, such as "nf4". arguments: RunArguments. config,
+    judge: see choose()."""
     keys = arguments.parts["quantised"]
     return choose(config, int(keys.quantization_bit), keys.quantization_type, judge)
 
@@ -388,9 +406,10 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
     """Choose the quantised format and set config.weight_format (McaModelConfig), before the model
     is built -> its name in FORMS.
 
-    bits, kind: the keys quantization_bit and quantization_type. Models and layouts that cannot be
-    quantised are reported to `judge`; without a judge ConfigError is raised.
-    """
+    bits, kind: the keys quantization_bit and quantization_type. 8 bits are int8; otherwise `kind`
+    is taken or, if None, mxfp4 for a model that is stored in it, else nf4. judge: a Judge, which
+    collects a Problem for each reason why the model or layout cannot be quantised; None:
+    ConfigError is raised instead."""
     rules = judge or Judge(config)
     stored = (config.hf_config or {}).get("quantization_config") or {}
     kept = "mxfp4" if stored.get("quant_method") == "mxfp4" else "nf4"
@@ -423,8 +442,9 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
 
 
 def base_weights(config: Any) -> Change:
-    """A function (HF name, dequantised CPU tensor) -> the weight before quantisation, read from the
-    model's files: nf4 as float32. It returns the given tensor itself if that weight is not
+    """Make a function that gives a quantised weight as it was before quantisation: function(HF
+    name, dequantised CPU tensor) -> the weight, read from the model's files
+    (nf4 in these as float32). The function returns the given tensor itself if this weight is not
     quantised, or if the files are gone."""
     source = original_of(config.name_or_path)
     names = {hf.format(layer) for row, layer in quantised_layers(config) for hf in row.hf}

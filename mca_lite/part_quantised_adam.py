@@ -23,9 +23,9 @@ _AT_ONCE = 1 << 24  # numbers: quantising takes some 20 bytes for each
 
 @functools.cache
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
-    """The values of 8-bit codes: float32 [256], ascending. They are 0, 1, and in each of the seven
-    decades from 1e-7 to 1 equally spaced values: 2, 4, ... 128 of them, or if `signed` 1, 2, ... 64
-    of each sign. Cached."""
+    """The table of numbers that 8-bit codes stand for: float32 [256], ascending. It has 0 and 1,
+    and equally spaced numbers in each of the seven decades from 1e-7 to 1: 2 in the first decade, 4
+    in the next, up to 128. If `signed`, there are 1, 2, up to 64 of each sign. Cached."""
     numbers = [0.0, 1.0]
     for i in range(7):
         borders = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
@@ -36,14 +36,15 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _table(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dynamic_map(), the 255 midpoints between its values). Cached."""
+    """The table dynamic_map() [256], and the 255 midpoints between neighbours in it, by which
+    numbers are rounded to codes. Cached."""
     table = dynamic_map(signed, device)
     return table, (table[1:] + table[:-1]) / 2
 
 
 def to_blocks(numbers: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise flat numbers [n] -> (codes uint8 [n], scales float32 [ceil(n / 64)]). signed: False
-    for numbers that are not negative."""
+    """Quantise n flat numbers to 8 bits, in blocks of 64 with one scale each -> (codes uint8 [n],
+    scales float32 [ceil(n / 64)]). signed: False for numbers that are not negative."""
     padding = -numbers.numel() % BLOCK
     blocks = torch.nn.functional.pad(numbers.float(), (0, padding)).view(-1, BLOCK)
     scales = blocks.amax(1)
@@ -66,8 +67,8 @@ def from_blocks(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torc
 
 @jit
 def _code_of(x, borders):
-    """The index of the nearest of 256 ascending values. borders: the 255 midpoints between these
-    values."""
+    """The 8-bit code of each number in x: the index of the nearest of 256 ascending values.
+    borders: the 255 midpoints between these values."""
     code = tl.zeros(x.shape, tl.int32)
     for i in tl.static_range(8):
         step = 128 >> i
@@ -77,7 +78,10 @@ def _code_of(x, borders):
 
 @jit
 def _values(codes, scales, table, place, block, inside, exists):
-    """Dequantise blocks of a moment in 8 bits -> float32 [blocks, 64]."""
+    """Dequantise some blocks of an 8-bit moment of Adam -> float32 [blocks, 64]. codes, scales,
+    table: pointers to the moment's codes and scales, and to the codes' values. place: the indices
+    [blocks, 64] of the numbers. block: the indices of the blocks. inside, exists: masks of the
+    numbers, and of the blocks, that exist."""
     scale = tl.load(scales + block, exists, 0.0)
     return tl.load(table + tl.load(codes + place, inside, 0).to(tl.int32)) * scale[:, None]
 
@@ -132,13 +136,13 @@ def _adam_kernel(
 
 
 def launch_adam(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """Update one parameter, its two 8-bit moments and the low bits of its master in place with one
-    Triton kernel; do nothing if the factor is NaN.
+    """Run AdamW's update of one parameter whose two moments are stored in 8 bits, with one Triton
+    kernel. The parameter, the moments and the low bits of its float32 master change in place;
+    nothing changes if the factor is NaN.
 
     tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first Moment,
     second Moment, factor on the gradient). numbers: (lr * weight decay, beta2, 1 - beta1, 1 -
-    beta2, bias-corrected lr, sqrt(1 - beta2^step), eps).
-    """
+    beta2, bias-corrected lr, sqrt(1 - beta2^step), eps)."""
     p, low, grad, mean, square, factor = tensors
     weight = p if low is None else p.view(torch.int16)
     tables = [t for signed in (True, False) for t in _table(signed, p.device)]
@@ -170,15 +174,16 @@ class Moment(torch.Tensor):
         return self.codes, self.scales
 
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Dequantise the flat numbers from index `first`, which must begin a block, up to `last`
-        (None: all) -> float32."""
+        """Dequantise a range of the moment's flat numbers -> float32. first: the index of the first
+        number, a multiple of the block size. last: the index after the last one; None: up to the
+        end."""
         last = last or self.numel()
         blocks = slice(first // BLOCK, -(-last // BLOCK))
         return from_blocks(self.codes[first:last], self.scales[blocks], self.signed)
 
     def write(self, numbers: torch.Tensor, first: int = 0) -> None:
-        """Quantise flat numbers into this moment, from index `first` on, which must begin a
-        block."""
+        """Quantise flat numbers into this moment. first: the index of the first of them in the
+        moment, a multiple of the block size."""
         for part in numbers.split(_AT_ONCE):
             codes, scales = to_blocks(part, self.signed)
             self.codes[first : first + len(codes)] = codes
@@ -202,16 +207,17 @@ class Moment(torch.Tensor):
 
 
 class BlockAdamW(AdamW):
-    """AdamW with moments in 8 bits, except those of small parameters. blocks: which moments,
-    exp_avg or exp_avg_sq or both."""
+    """AdamW that stores moments in 8 bits, except those of small parameters. blocks: the moments to
+    store so: exp_avg, exp_avg_sq or both."""
 
     def __init__(self, groups: Any, blocks: Iterable[str], **numbers: Any) -> None:
         super().__init__(groups, **numbers)
         self.blocks = set(blocks)
 
     def state_of(self, p: torch.Tensor) -> dict:
-        """A parameter's state. Missing moments are created as zeros: in 8 bits if configured and
-        the parameter has at least LEAST elements."""
+        """The optimizer's state of a parameter. Moments that do not exist yet are created as zeros.
+        Those named in `blocks` are created in 8 bits if the parameter has at least LEAST elements.
+        """
         state = self.state[p]
         for name in self.blocks if p.numel() >= LEAST else ():
             if name not in state:
@@ -219,10 +225,12 @@ class BlockAdamW(AdamW):
         return super().state_of(p)
 
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter: one Triton kernel on a GPU if both moments are in 8
-        bits; if only one is, or without Triton, in pieces of CHUNK elements, so that only one
-        piece's 8-bit moments are in float32 at a time; without moments in 8 bits as in AdamW.
-        factor: on the gradient."""
+        """Run AdamW's update of one parameter, in place. group: its parameter group. factor: a
+        scalar tensor, multiplied with the gradient.
+
+        If both moments are in 8 bits, one Triton kernel does it on a GPU. If only one is, or
+        without Triton, the update runs in pieces of CHUNK elements: of the 8-bit moments, one piece
+        at a time is float32. If no moment is in 8 bits, it is as in AdamW."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:
@@ -249,8 +257,9 @@ class BlockAdamW(AdamW):
         return None
 
     def update_at_once(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update of one parameter whose moments are both in 8 bits, by launch_adam().
-        factor: on the gradient."""
+        """Run AdamW's update of one parameter whose moments are both in 8 bits, in place, by
+        launch_adam(). group: its parameter group. factor: a scalar tensor, multiplied with the
+        gradient."""
         state = self.state[p]
         step = int(state["step"]) + 1
         state["step"] = torch.tensor(float(step))
@@ -263,8 +272,9 @@ class BlockAdamW(AdamW):
 
 
 def new(groups: Any, args: Any, numbers: dict, halves: set[str]) -> BlockAdamW:
-    """Build AdamW for TrainingArguments whose exp_avg_dtype or exp_avg_sq_dtype is 8bit. groups:
-    parameter groups. numbers: lr, betas and eps. halves: names of the moments in bf16."""
+    """Build the AdamW for TrainingArguments whose exp_avg_dtype or exp_avg_sq_dtype is 8bit.
+    groups: parameter groups. args: the TrainingArguments. numbers: lr, betas and eps by name.
+    halves: names of the moments in bf16."""
     moments = ("exp_avg", "exp_avg_sq")
     blocks = {name for name in moments if getattr(args, f"{name}_dtype") == "8bit"}
     return BlockAdamW(groups, blocks, halves=halves, **numbers)

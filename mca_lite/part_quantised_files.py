@@ -27,9 +27,11 @@ _ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
 
 
 class Nf4Slice:
-    """A weight stored in bitsandbytes' NF4, read like a safetensors slice: indexing gives
-    dequantised float32 values. Whole rows, in whole blocks, are read from the file, then columns
-    are cut out. name: the weight's. slices: {name: safetensors slice} of the model's files."""
+    """A weight in a model's files that bitsandbytes stored in its 4-bit format NF4. It is read like
+    a safetensors slice: indexing gives dequantised float32 values. Only the rows asked for are
+    read, in whole blocks; columns are cut out afterwards.
+
+    name: the weight's. slices: {name: safetensors slice} of the files."""
 
     def __init__(self, name: str, slices: dict[str, Any]):
         self._codes = slices[name]
@@ -42,8 +44,9 @@ class Nf4Slice:
         return self._state["shape"]
 
     def _scales(self, first: int, last: int) -> torch.Tensor:
-        """The scales of blocks first:last, float32. Nested scales are codes, and are dequantised;
-        ValueError if the file lacks the scales for that."""
+        """Read the scales of the blocks with index first to last - 1, float32. If they are
+        quantised themselves (nested), they are dequantised; ValueError if the file lacks the nested
+        scales for that."""
         scales = self._of["absmax"][first:last]
         nested = self._of["nested_absmax"]
         if nested is None:
@@ -72,13 +75,15 @@ class Nf4Slice:
 
 
 def _both(part: slice | tuple[slice, ...]) -> tuple[slice, slice]:
-    """Split an index into (slice of rows, slice of columns)."""
+    """Split the index by which a weight is read, such as [2:4] or [2:4, :8], into (slice of rows,
+    slice of columns)."""
     both = part if isinstance(part, tuple) else (part,)
     return both[0], both[1] if len(both) > 1 else slice(None)
 
 
 class _EveryOther:
-    """Every second row of a safetensors slice, starting with row `first`, read like a slice."""
+    """Every second row of a stored weight, read like a safetensors slice. slices: the weight's
+    safetensors slice. first: the row to start with, 0 or 1."""
 
     def __init__(self, slices: Any, first: int):
         self._slices = slices
@@ -98,10 +103,12 @@ class _EveryOther:
 
 
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
-    """Replace the tensors of each NF4 weight in a model's files by one Nf4Slice: {name: slice} ->
-    {name: slice}. Names that Unsloth gives to gpt_oss's experts and routers are replaced by those
-    that this package reads. ValueError for a weight in another format of bitsandbytes' 4 bits, or
-    without its codes, absmax or quant_map."""
+    """Make a model's NF4 weights readable: {name: slice} of its files -> {name: slice}, in which
+    one Nf4Slice (dequantises as it is read) replaces the several tensors of an NF4 weight.
+    Unsloth's names for gpt_oss's experts and routers become those that this package reads.
+
+    ValueError for a weight in another 4-bit format of bitsandbytes, or without its codes, absmax or
+    quant_map."""
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):
         name, kind = match.groups()
@@ -120,9 +127,9 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(parts: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the (name, slice) pairs in `parts`, with Unsloth's names of gpt_oss's experts and
-    routers replaced by those that this package reads. An expert's gate_up_projs becomes two pairs,
-    gate_proj and up_proj, with every second row each. Other pairs are unchanged."""
+    """Replace Unsloth's names for gpt_oss's experts and routers by those that this package reads.
+    parts: (name, slice) pairs; yields the new pairs. An expert's gate_up_projs becomes two,
+    gate_proj and up_proj, of every second row each. Other pairs are unchanged."""
     for name, part in parts:
         expert = _UNSLOTH.fullmatch(name)
         if expert is None:

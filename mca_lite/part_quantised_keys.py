@@ -11,7 +11,8 @@ from .tables import MEANINGS, register_keys
 
 @dataclass(kw_only=True)
 class QuantisedArguments(ArgumentGroup):
-    """Quantised base weights beside adapters: the configuration keys of their format."""
+    """Configuration keys for quantised base weights: the frozen weights are kept in 4 or 8 bits
+    while adapters are trained."""
 
     quantization_bit: Literal["4", "8"] | None = optional(
         "keep the frozen weights of linears and experts in 4 or 8 bits, beside adapters",
@@ -23,8 +24,9 @@ class QuantisedArguments(ArgumentGroup):
     )
 
     def resolve(self, judge: Judge) -> None:
-        """If quantization_bit is set, change transformer_impl from auto to local, whose linears can
-        hold quantised weights."""
+        """Choose layers that can hold quantised weights: if quantization_bit is set, change
+        transformer_impl from auto to local. `judge` has the run's arguments, and collects errors.
+        """
         super().resolve(judge)
         training = getattr(judge.arguments, "training", None)
         if self.quantization_bit and training and training.transformer_impl == "auto":

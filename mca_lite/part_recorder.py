@@ -25,8 +25,9 @@ _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 def dump_calls(folder: PathLike, rank: int) -> dict[str, Any]:
-    """Write this rank's flight recorder to the file rank_<rank> in the folder -> the summary that
-    calls_of makes of it. OSError if the file cannot be written."""
+    """Write this rank's flight recorder (torch's buffer of recent collectives) to the file
+    rank_<rank> in the folder -> the summary that calls_of() makes of it. OSError if the file cannot
+    be written."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
@@ -43,12 +44,12 @@ def dump_calls(folder: PathLike, rank: int) -> dict[str, Any]:
 def calls_of(
     record: Mapping[str, Any], ranks_of: Callable[[str], list[int]]
 ) -> dict[str, dict[str, Any]]:
-    """Summarise a rank's flight recorder: {"calls": {group: its first unfinished call}, "recent":
-    {group: its last collectives}}.
+    """Summarise a rank's flight recorder (torch's buffer of recent collectives) -> {"calls":
+    {group: its first unfinished call}, "recent": {group: its last collectives}}. Calls are dicts
+    made by _call().
 
     record: the recorder's contents, as torch pickles them. Groups have torch's names.
-    ranks_of(name): the global ranks of a group.
-    """
+    ranks_of(name): the global ranks of a group."""
     calls: dict[str, dict[str, Any]] = {}
     recent: dict[str, list[dict[str, Any]]] = {}
     for entry in record["entries"]:
@@ -69,8 +70,9 @@ def calls_of(
 
 
 def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
-    """An entry of the flight recorder as a dict of what is compared between ranks and shown in
-    reports. ranks: the global ranks of its group; they may be left out if no peers are shown."""
+    """Turn an entry of the flight recorder (torch's buffer of recent collectives) into a dict, with
+    the facts that are compared between ranks and shown in reports. ranks: the global ranks of the
+    call's group; [] if they are not needed, but not for a point-to-point call."""
     backend, _, operation = entry["profiling_name"].partition(":")
     pair = _PEERS.search(operation)
     if entry["is_p2p"] and pair:
@@ -93,26 +95,29 @@ def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
 
 
 def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[int], list[str]]:
-    """Compare the summaries of ranks, {rank: calls_of()} -> (late ranks, report lines about calls
-    that differ or wait).
+    """Find the ranks that hold up the others -> (late ranks, report lines about calls that differ
+    or wait). summaries: {rank: its calls_of()}.
 
-    If recent collectives of the same number differ between ranks of a group, the ranks in the
-    minority are late, or at a tie those in the user's code. If this names no rank, a rank is late
-    if others wait for it, and it waits for none; a call that its GPU has not begun is no wait if
-    other GPUs have begun theirs. If every awaited rank waits too, the late ranks are those waiting
-    in a call made by the user's code, outside torch, megatron-core and this package; likewise on
-    gloo, which may hide a point-to-point wait, if these are at most half of the ranks. No rank is
-    late if that would be every rank.
-    """
+    First, recent collectives are compared. If ranks of a group made different ones under the same
+    call number, the ranks in the minority are late, or at a tie those whose call is in the user's
+    code, if any.
+
+    If this names no rank, unfinished calls decide. A rank is late if others wait for it in a call,
+    and it waits for none. A call that its GPU has not begun is no wait if any GPU has begun a
+    call. If every awaited rank waits too, the late ranks are those waiting in a call made by the
+    user's code, outside torch, megatron-core and this package. On gloo, which may hide a
+    point-to-point wait, these ranks are late in any case if they are at most half of all ranks. No
+    rank is late if that would be every rank."""
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)
     return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]
 
 
 def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """Find the first call number at which ranks of a group made different collectives -> (the ranks
-    in the minority, a report line). At a tie, those whose call is in the user's code, if any.
-    (empty set, []) if no calls differ."""
+    """Find the first call number at which ranks of a group made different collectives ->
+    (late ranks, a report line). Late are the ranks in the minority, or at a tie those whose call is
+    in the user's code, if any. (empty set, []) if no calls differ. summaries: {rank: its
+    calls_of()}."""
     forms: dict[tuple[str, int], dict[str, list[int]]] = {}
     calls: dict[tuple[tuple[str, int], int], Any] = {}
     for rank, about in summaries.items():
@@ -138,8 +143,9 @@ def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list
     """Find unfinished calls in which some ranks of their group take no part -> (late ranks, a
     report line per such call). summaries: {rank: its calls_of()}.
 
-    A rank is late if others wait for it and it waits for no rank. If there is no such rank, or gloo
-    hides it, late ranks are those that differing_calls() describes."""
+    A rank is late if others wait for it, and it waits for no rank. If there is no such rank, and on
+    gloo in some cases, the late ranks are those waiting in a call made by the user's code: see
+    differing_calls()."""
     open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
     some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
     waits_for: dict[int, set[int]] = {}
@@ -170,14 +176,15 @@ def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list
 
 
 def _shown(ranks: list[int]) -> str:
-    """Rank numbers as text, at most 8."""
+    """Rank numbers as text for a report line; of more than 8, only the first ones are shown."""
     return first_of([str(rank) for rank in ranks], 8)
 
 
 def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """True if the rank with the summary `about` takes part in `call` of the group: it is in the
-    same call, begun or not begun as in `call`, or has finished it. A point-to-point call must have
-    begun on that rank."""
+    """True if a rank takes part in another rank's unfinished `call` of a group. It does if it has
+    finished this call, or if its own unfinished call is the same, and both have begun or neither
+    has. In a point-to-point call it does if its own unfinished call in the group is one too,
+    and has begun. about: the rank's calls_of()."""
     same = about.get("calls", {}).get(group)
     if call["is_message"]:
         return same is not None and same["is_message"] and same["has_begun"]
@@ -188,7 +195,7 @@ def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -
 
 
 def _in_words(call: Mapping[str, Any]) -> str:
-    """A call as text: "call 7 of group <description>, all_reduce of <sizes> at <file:line>", the
-    last if known."""
+    """A call, as _call() describes it, in words for a report: "call 7 of group <description>,
+    all_reduce of <sizes> at <file:line>". The place in the code is left out if it is not known."""
     place = f" at {call['place']}" * bool(call["place"])
     return f"call {call['number']} of group {call['words']}, {call['operation']}{place}"

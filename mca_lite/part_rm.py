@@ -94,10 +94,9 @@ class RewardTrainer(DPOTrainer):
     # -- the loss
 
     def _arrange(self, batch: Batch) -> Batch:
-        """Arrange a batch for the model, and label one token per answer, at which the value head is
-        read: the last one that is not the pad token, as transformers chooses it. ValueError for an
-        answer of pad tokens only.
-        """
+        """Arrange a micro-batch for the model, and label one token per answer, the one at which the
+        value head's score is read: the last that is not the pad token, as in transformers.
+        ValueError for an answer of pad tokens alone."""
         batch = super()._arrange(batch)
         ids = batch["input_ids"]
         can_score = ~batch["padding_mask"]
@@ -116,17 +115,20 @@ class RewardTrainer(DPOTrainer):
         return {**batch, "labels": labels}
 
     def _scores(self, batch: Batch, labels: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of each pair's answers (chosen, rejected), float32 [P, 2], from the value head's
-        outputs [b, s] on this rank. Collective under context parallelism.
-        """
+        """Read the scores of a micro-batch's P pairs: float32 [P, 2], chosen and rejected answer.
+        scores: the value head's outputs [b, s] on this rank. labels: [b, s], a label at each
+        answer's token to read. Collective under context parallelism."""
         # sum_documents takes losses: negative log-probabilities
         sums, _ = sum_documents(self.backend, batch, labels, -scores * (labels != IGNORE_INDEX))
         return sums.view(-1, len(SIDES))
 
     def _post_compute_loss(self, labels: torch.Tensor, batch: Batch, *more: Any) -> tuple[Any, ...]:
-        """Turn the value head's outputs [b, s], the last of `more`, into (sum of the pairs' losses,
-        number of pairs int32, {metric: float32 [sum, pairs]}). Collective over the context-parallel
-        group, whose ranks other than the first return counts and metrics of 0."""
+        """Compute the loss of a micro-batch's pairs -> (sum, number of pairs int32, {metric:
+        float32 [sum, pairs]}). labels: [b, s], a label at each answer's token to read. more: its
+        last value is the value head's outputs [b, s].
+
+        Collective over the context-parallel group; its ranks have the same pairs, so ranks other
+        than the first return a number and metrics of 0."""
         chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
         margin = batch.get("pair_margin", 0.0)
         centre = self.train_config.center_rewards_coefficient * (chosen + rejected).square()

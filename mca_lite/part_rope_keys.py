@@ -29,16 +29,16 @@ _KINDS |= dict.fromkeys(_LISTS, list[float])
 
 
 def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Change the rotary scaling in the contents of a config.json, in place -> rope_type and the
-    type's fields, as set. Except for linear, max_position_embeddings becomes the scaled number of
-    positions, if that is larger.
+    """Change the rotary scaling in the contents of a config.json, in place -> the new rope_type and
+    the fields of that type. Except for type linear, max_position_embeddings becomes the scaled
+    number of positions, if that is larger.
 
-    given: a mapping like transformers' rope_parameters; or the name of a type, whose factor is then
-    length / the model's positions, rounded up, and at least 1. If the type stays the same, fields
-    that `given` lacks keep the model's values; if it changes, only the fields in _KEPT do.
-    _DEFAULTS fill in what is still missing. ValueError for a wrong scaling, and for models whose
-    config.json must contain it.
-    """
+    given: a mapping like transformers' rope_parameters, or only the name of a type. With only a
+    name, the factor is `length` (the number of positions wanted) divided by the model's positions,
+    rounded up, and at least 1.
+    If the type stays the same, fields that `given` lacks keep the model's values; if it changes,
+    only the fields in _KEPT do. _DEFAULTS fill in what is still missing. ValueError for a wrong
+    scaling, and for models whose config.json must contain it."""
     text = text_values(config)
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     expect(isinstance(own, dict), f"expected a mapping in config.json, got {own!r}")
@@ -98,10 +98,12 @@ def scale(given: Any, config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
-    """Raise ValueError if longrope's lists of factors are missing, or do not have a number for each
-    of the model's rotary frequencies. If `rope` lacks the factor of positions, it is computed and
-    added, in place, where the numbers of positions are known. text: the config.json's values for
-    the language model."""
+    """Check the fields of a longrope scaling: ValueError if one of its lists of factors is missing,
+    or does not have a number for each of the model's rotary frequencies. If `rope` lacks the field
+    factor, it is added, in place: the model's positions divided by its original ones, if both are
+    known.
+
+    rope: the scaling's fields. text: the config.json's values for the language model."""
     for name in _LISTS:
         expect(rope.get(name), f"longrope: expected {name}, a number for each frequency")
     rotary = text.get("qk_rope_head_dim")  # of latent attention
@@ -120,7 +122,7 @@ def _check_longrope(rope: dict[str, Any], text: dict[str, Any]) -> None:
 
 @dataclass(kw_only=True)
 class RopeArguments(ArgumentGroup):
-    """Rotary scaling: the configuration key that replaces the model's."""
+    """Rotary scaling: the configuration key that replaces the one in the model's config.json."""
 
     rope_scaling: Any = optional(
         "rotary scaling in place of the model's, saved in exports' config.json: a mapping "
@@ -130,8 +132,9 @@ class RopeArguments(ArgumentGroup):
     )
 
     def resolve(self, judge: Judge) -> None:
-        """Write rope_scaling, if given, into the loaded contents of the model's config.json, and
-        set the key to the resulting fields. Adds a Problem to `judge` for an unsuitable value."""
+        """Apply the key rope_scaling, if it is given: write it into the loaded contents of the
+        model's config.json, and set the key to the resulting fields. A value that does not suit the
+        model is reported to `judge`, which collects configuration errors."""
         super().resolve(judge)
         run = judge.arguments
         if self.rope_scaling is None or not getattr(run, "model_config", None):

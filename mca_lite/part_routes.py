@@ -24,13 +24,13 @@ COLUMNS["route_row"] = Column("token", "int64", -1, given_by=("sample", "collato
 
 
 class Routes:
-    """Context in which the model's MoE routers use given experts, or record the experts that they
-    choose.
+    """Context in which the MoE routers of a model use given experts (replaying), or record the
+    experts that they choose.
 
-    Replaying reads the column "routes" of the micro-batches passed to expect(). is_recording: True
-    to record, into `table`, int16 [T, L, k] on this rank's device, which take() makes. ValueError
-    for a model without experts, or on plain torch.
-    """
+    Replaying reads the column "routes" (experts of each token) of the micro-batches passed to
+    expect(). is_recording: True to record. The record is `table`, int16 [T, L, k] for T tokens, L
+    layers with experts and k experts per token, on this rank's device; take() makes it. ValueError
+    for a model without experts, or on plain torch."""
 
     def __init__(self, backend: Any, is_recording: bool = False):
         self._config = config = _config_of(backend)
@@ -44,9 +44,9 @@ class Routes:
         self.table: torch.Tensor
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Make the empty table for recording a call's documents, and set their column route_row, in
-        place: each token's row in the table. Do nothing if not recording.
-        """
+        """Prepare to record the experts of a call's documents; do nothing if not recording. Makes
+        the empty table, and gives each document a column route_row, in place: each token's row in
+        the table."""
         if not self._is_recording:
             return
         self._sizes = [len(document["input_ids"]) for document in documents]
@@ -66,13 +66,12 @@ class Routes:
         self._rows = {}
 
     def expect(self, batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-        """Register a micro-batch on this rank before its forward pass, so that routers find its
-        routes, or its rows in the table.
+        """Register a micro-batch on this rank before its forward pass, so that the routers find the
+        experts to replay for its tokens, or the rows of the table in which to record them.
 
-        batch: the arranged micro-batch. inputs: the model's inputs for it. Recomputation and
-        pipelines run micro-batches in another order, so a router recognises a micro-batch by the
-        memory address of its padding mask.
-        """
+        batch: the arranged micro-batch (from pack or split). inputs: the model's inputs for it.
+        Recomputation and pipelines run micro-batches in another order, so a router recognises a
+        micro-batch by the memory address of its padding mask."""
         mask = inputs["padding_mask"]
         rows = batch.get("route_row" if self._is_recording else "routes")
         if rows is None:  # these samples have no routes, and their routers choose
@@ -86,9 +85,11 @@ class Routes:
         self._rows[address_of(mask)] = rows.transpose(0, 1).flatten(0, 1), mask
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Called by a router with its own choice `experts` [tokens, k]. Returns the experts to use:
-        when replaying, those in the column "routes", or `experts` for tokens without routes; when
-        recording, `experts`, after storing them in the table."""
+        """Choose the experts [tokens, k] that a router uses; the router calls this. experts: its
+        own choice. mask: the micro-batch's padding mask, by which expect() registered it.
+
+        When replaying, the result is the experts in the column "routes", or `experts` for tokens
+        without routes. When recording, it is `experts`, after storing them in the table."""
         if address_of(mask) not in self._rows:  # a micro-batch without the column
             return experts
         rows, _ = self._rows[address_of(mask)]
@@ -101,9 +102,9 @@ class Routes:
         return given.where(given >= 0, experts)
 
     def recorded(self) -> list[torch.Tensor]:
-        """The recorded experts of each document passed to take(), int16 [n, L, k] on the CPU of
-        every rank. Collective over all ranks.
-        """
+        """The recorded experts of each document passed to take(): int16 [n, L, k] for its n tokens,
+        L layers with experts and k experts per token, on the CPU of every rank. Collective over all
+        ranks."""
         # each token of a layer is on one rank
         whole = parallel.sum_over_all(self.table.int()).cpu().to(torch.int16)
         return list(whole.split(self._sizes))
@@ -111,8 +112,8 @@ class Routes:
 
 def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
     """Check the column "routes" (the experts to use for each token) of the documents of a Session
-    call. A document without it gets one filled with -1 (the router chooses), in place. ValueError
-    for routes that do not fit the model."""
+    call. A document without it gets one filled with -1 (the router chooses), in place. backend:
+    that of the model. ValueError for routes that do not fit the model."""
     config = _config_of(backend)
     for number, document in enumerate(documents):
         shape = (len(document["input_ids"]), len(_layers(config)), config.moe_router_topk)
@@ -124,9 +125,10 @@ def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
 
 
 def check_routes(backend: Any, routes: torch.Tensor) -> None:
-    """Raise ValueError for routes [..., L, k], the experts to use for each token in each MoE layer,
-    that do not fit the model: another number of MoE layers or of experts per token, an expert that
-    does not exist or is there twice, or -1 for some of a token's experts only."""
+    """Raise ValueError for routes that do not fit the model. routes: [..., L, k], the k experts to
+    use for each token in each of the L MoE layers, or -1. Refused are another number of MoE layers
+    or of experts per token, an expert that does not exist or is there twice, and -1 for only some
+    of a token's experts in a layer. backend: that of the model."""
     config = _config_of(backend)
     wanted = [len(_layers(config)), config.moe_router_topk]
     expect(
@@ -149,7 +151,8 @@ def _layers(config: Any) -> list[int]:
 
 
 def _config_of(backend: Any) -> Any:
-    """The model's config. ValueError on plain torch, and for a model without experts."""
+    """The config of the model that `backend` trains. ValueError on plain torch, and for a model
+    without experts."""
     config: Any = getattr(backend, "config", None)
     expect(config is not None, "routes on plain torch: set use_mca: true, or remove the column")
     expect(

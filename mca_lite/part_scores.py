@@ -45,13 +45,12 @@ META_NAME = "meta.json"
 
 
 def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
-    """The configuration keys that an objective's config stands for, as an object with an attribute
-    per key: the given `keys`, converted to their types, and the others at their defaults; None
-    for keys of parts that are not installed.
+    """Make the configuration keys of a training stage from some of them, as an object with an
+    attribute per key. The given `keys` are converted to their types, other keys have their
+    defaults; a key is None if its part of the package is not installed.
 
     stage: the training stage, such as "dpo". ConfigError if a value has a wrong type, or a rule of
-    the stage refuses it.
-    """
+    the stage refuses it."""
     judge = Judge(None)
     groups = [
         row.group.read({"stage": stage, **keys}, judge)
@@ -109,8 +108,8 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def identity_of_model(folder: PathLike | None, cache_dir: Path) -> dict[str, str]:
-    """{file: its sha256} for the config and weights in a model's folder; {} if there is no such
-    folder. cache_dir: folder that keeps the hashes of large files.
+    """Tell models apart by content: {file: its sha256} for the config and weights in a model's
+    folder; {} if there is no such folder. cache_dir: folder that keeps the hashes of large files.
     """
     if not folder:
         return {}
@@ -140,9 +139,8 @@ _PART = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})\.rows", re.ASCII)
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Context that turns an OSError into a CheckpointError. Its text names `folder` and the
-    configuration keys that move it.
-    """
+    """Context that turns an OSError into a CheckpointError, whose text names `folder` and the
+    configuration keys that select another folder."""
     try:
         yield
     except OSError as error:
@@ -153,16 +151,16 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class RowStore:
-    """Stored scores of one data set, as rows in a folder, so that a later run need not compute them
-    again. meta.json has the rows' identity; each part of the rows is one file.
+    """Keeps a model's scores of one data set on disk, so that a later run need not compute them
+    again. A row has the scores of one unit, such as a pair or a token. Rows are written in parts,
+    one file each; meta.json has their identity (facts about data, model and keys).
 
     A part's file name has its first row, the row after its last, a hash of the identity and of the
     previous part's name, and the CRC-32 of its content. So the parts of one pass form a chain.
 
-    folder: None: rows are not written. identity: facts about data, model and keys; those with a
-    name in _WORDS must equal the ones on disk, others are only stored. dtype: a row's. Files are
-    written atomically, so two processes may write the same rows.
-    """
+    folder: None: rows are not written. identity: the facts; those with a name in _WORDS must equal
+    the ones on disk, others are only stored. dtype: a row's. Files are written atomically, so two
+    processes may write the same rows."""
 
     def __init__(self, folder: Path | None, identity: dict[str, Any], dtype: np.dtype):
         self.folder = folder
@@ -176,7 +174,8 @@ class RowStore:
         return self.parts[-1][0] if self.parts else 0
 
     def _before(self) -> str:
-        """The hash in the next part's name: of the identity and of the last part's name."""
+        """The hash that the next part's file name gets: of the identity and of the last part's
+        name. It ties each part to the one before."""
         return hash_of([self.identity, [path.name for _, path in self.parts[-1:]]])[:8]
 
     @property
@@ -185,13 +184,12 @@ class RowStore:
         return self.num_rows == self.identity["rows"]
 
     def load(self, report: Callable[[str], Any] = print) -> "RowStore":
-        """Find the parts in the folder, as far as intact ones follow one another, and take the
-        identity from disk. Returns the store. A folder without a meta.json in the present format
-        counts as empty.
+        """Find the parts (files of rows) in the folder, as far as intact ones follow one another,
+        and take the identity from meta.json. Returns this store. A folder without a meta.json in
+        the present format counts as empty.
 
-        report: called with a line about damage. ValueError if a fact in `identity` that has a name
-        in _WORDS differs on disk.
-        """
+        report: called with a line of text about damage. ValueError if the rows on disk are of other
+        data, another model or other keys: if a fact with a name in _WORDS differs."""
         if self.folder is None or not (self.folder / META_NAME).is_file():
             return self
         try:
@@ -222,10 +220,9 @@ class RowStore:
         return self
 
     def write(self, rows: np.ndarray) -> tuple[int, Path]:
-        """Write the next rows as a part. Returns (the row after it, its file), which the caller
-        appends to `parts`. The file is on disk at the return, unless `folder` is None: then nothing
-        is written. CheckpointError if it cannot be written.
-        """
+        """Write the next rows as a part (one file). Returns (the row after its last, its file); the
+        caller appends this pair to `parts`. If `folder` is None nothing is written; otherwise the
+        file is on disk at the return. CheckpointError if the file cannot be written."""
         data = rows.tobytes()
         end = self.num_rows + len(rows)
         name = f"{self.num_rows:012d}-{end:012d}-{self._before()}-{zlib.crc32(data):08x}.rows"
@@ -238,7 +235,7 @@ class RowStore:
         return end, path
 
     def maps(self) -> list[np.ndarray]:
-        """The rows of each part, memory-mapped from its file."""
+        """The stored rows as one array per part, memory-mapped from the part's file."""
         return [np.memmap(path, self.dtype, mode="r") for _, path in self.parts]
 
     def read(self) -> np.ndarray:
@@ -250,13 +247,13 @@ class RowStore:
 
 
 class ObjectiveConfig:
-    """Base class of the objectives' configs, such as DPOConfig: dataclasses whose fields correspond
-    to configuration keys, by the mapping `keys` in a row of OBJECTIVES.
+    """Base class of the objectives' configs, such as DPOConfig: dataclasses whose fields stand for
+    configuration keys. The row of an objective in the table OBJECTIVES maps keys to fields, in
+    `keys`.
 
-    Fields that only some objectives have: cache_dir: folder for stored rows; None: usually keep
-    them in memory. cache: another folder, used instead if cache_dir is set. pref_loss, ld_alpha,
-    use_weighting: keys of preference training.
-    """
+    Fields that only some objectives have: cache_dir: folder for stored rows of scores; None:
+    usually keep them in memory. cache: another folder, used instead if cache_dir is set. pref_loss,
+    ld_alpha, use_weighting: keys of preference training."""
 
     stage: ClassVar[str]
     cache_dir: str | None
@@ -272,13 +269,14 @@ class ObjectiveConfig:
         return cls(**{name: getattr(keys, key) for key, name in names.items()} | more)
 
     def as_keys(self) -> dict[str, Any]:
-        """{configuration key: this config's value}, as a run would set it."""
+        """This config's values under the names of configuration keys: {key: value}, as a run would
+        set it."""
         return {key: getattr(self, name) for key, name in OBJECTIVES[self.stage].keys.items()}
 
     def check_with(self, **more: Any) -> SimpleNamespace:
-        """Check this config by the rules for its configuration keys. Returns all keys of the
-        objective. more: keys that override the config's. ConfigError if a rule refuses a value.
-        """
+        """Check this config by the rules for its configuration keys. Returns an object with all
+        keys of the objective as attributes. more: values of keys to check instead of the config's.
+        ConfigError if a rule refuses a value."""
         return objective_keys(self.stage, **self.as_keys() | more)
 
     def take_keys(self, **more: Any) -> None:
@@ -294,17 +292,17 @@ class ObjectiveConfig:
 
 
 class ScoredTrainer(McaTrainer):
-    """Base class of trainers that learn from another model's scores of their samples, such as a
-    reference model's (DPO) or a teacher's (distillation). Scores that are computed before training
-    are rows in a RowStore. Subclasses set the attributes: config_class (made if train_config is
-    None), scorer (the other model's name in reports), scorer_key (the configuration keys that
-    decide its scores), kind (the rows' name on disk and in checkpoints), row_unit (what a row
-    describes: "pair", "token"), part_rows (about how many rows are written at once) and row_type (a
-    row's dtype).
+    """Base class of trainers that learn from a model's scores of their samples, such as a reference
+    model's (DPO) or a teacher's (distillation). Scores that are computed before training are rows
+    in a RowStore (files on disk, if it has a folder).
+
+    Subclasses set the attributes: config_class (made if train_config is None); scorer (the scoring
+    model's name in reports); scorer_key (the configuration keys that decide its scores); kind (the
+    rows' name on disk and in checkpoints); row_unit (what a row describes: "pair", "token");
+    part_rows (about how many rows are written at once); row_type (a row's dtype).
 
     train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
-    ConfigError for keys that do not fit together.
-    """
+    ConfigError for keys that do not fit together."""
 
     config_class: Any
     scorer: str
@@ -327,9 +325,9 @@ class ScoredTrainer(McaTrainer):
         self.settings |= config.as_keys()
 
     def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Hook: {configuration key: value} for keys that follow from the data sets' columns, to
-        check together with the config's keys. given: the constructor's keywords. ValueError for
-        samples that do not fit."""
+        """Hook: {configuration key: value} for keys whose values follow from the data sets'
+        columns; they are checked together with the config's keys. given: the constructor's
+        keywords. ValueError for samples that do not fit."""
         return {}
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
@@ -339,19 +337,18 @@ class ScoredTrainer(McaTrainer):
         raise NotImplementedError  # DPOTrainer describes a reference, DistillTrainer a teacher
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Hook: compute the scores of samples `start` to `stop`, on every rank -> their rows, a
-        one-dimensional array of row_type. ends: int64 [samples + 1]; sample i has rows ends[i] to
-        ends[i + 1] of the whole data set, so ends[stop] - ends[start] rows are returned.
-        Collective."""
+        """Hook: compute the scores of samples `start` to `stop`, on every rank -> a one-dimensional
+        array of row_type, a row for each unit that is scored. ends: int64 [samples + 1]; sample i
+        has rows ends[i] to ends[i + 1] of the whole data set, so ends[stop] - ends[start] rows are
+        returned. Collective."""
         raise NotImplementedError  # DPOTrainer scores answers, DistillTrainer gives tokens' top k
 
     # -- the pass
 
     def _stored(self, samples: Any, num_rows: int) -> RowStore:
-        """The RowStore for these samples, with the rows that are on disk already. num_rows: how
-        many rows they have. CheckpointError on every rank if RowStore.load() refuses them.
-        Collective.
-        """
+        """Open the store of scores of these samples, with the rows that are on disk already.
+        num_rows: how many rows the samples have in all. CheckpointError on every rank if
+        RowStore.load() refuses the rows on disk. Collective."""
 
         def load() -> RowStore:
             config = self.train_config
@@ -378,12 +375,12 @@ class ScoredTrainer(McaTrainer):
     def _missing_rows(
         self, store: RowStore, samples: Any, ends: np.ndarray
     ) -> Iterator[np.ndarray]:
-        """Compute the rows that the store lacks, write them part by part, and yield each part.
-        ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
+        """Compute the rows of scores that the store lacks, write them part by part, and yield each
+        part. ends: int64 [samples + 1]; sample i has rows ends[i] to ends[i + 1]. Collective.
 
-        CheckpointError if the store has rows already, and the model now scores the first samples
-        with rows differently, or if a part cannot be written.
-        """
+        If the store has rows, the first samples with rows are scored again. CheckpointError if
+        these scores differ from the stored ones, as those of another model do, or if a part cannot
+        be written."""
         args = self.args
         of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         of_step *= self.backend.dp_size
@@ -411,18 +408,18 @@ class ScoredTrainer(McaTrainer):
             start = stop
 
     def _all_logps(self, samples: Any, ends: np.ndarray) -> np.ndarray:
-        """The column "logps" of all rows of a dataset: those of the store and, after them, those
-        that this call computes. ends: as in _missing_rows(). Collective."""
+        """Log-probabilities for all rows of a dataset: the column "logps" of the stored rows and,
+        after them, of those that this call computes. ends: int64 [samples + 1]; sample i has rows
+        ends[i] to ends[i + 1]. Collective."""
         store = self._stored(samples, int(ends[-1]))
         kept = parallel.on_main(store.read, CheckpointError)
         rows = [kept, *self._missing_rows(store, samples, ends)]
         return np.concatenate(rows)["logps"]
 
     def _is_same(self, logps: Any, others: Any) -> bool:
-        """True if log-probabilities from two passes over the same samples are equal up to rounding:
-        numpy's allclose with rtol and atol 0.03 in half precision, or for rows stored in it;
-        otherwise 0.001. False if their shapes differ.
-        """
+        """True if log-probabilities from two passes over the same samples are equal up to rounding,
+        by numpy's allclose. rtol and atol are 0.03 if training or the stored rows are in half
+        precision, otherwise 0.001. False if the shapes differ."""
         is_half = self.row_type["logps"].base.itemsize < 4
         share = 3e-2 if self.args.bf16 or self.args.fp16 or is_half else 1e-3
         is_alike = np.shape(logps) == np.shape(others)
@@ -431,17 +428,15 @@ class ScoredTrainer(McaTrainer):
     # -- around the loop
 
     def objective_facts(self) -> dict[str, Any]:
-        """{kind: the first few scores of the training set}, stored in checkpoints, because a
-        resumed run must have the same; {} without scores.
-        """
+        """Facts that a checkpoint stores and a resumed run must share: {kind: the first few scores
+        of the training set}; {} without scores."""
         scores = getattr(samples_of(self.train_dataset), "first_scores", None)
         return {self.kind: scores} if scores else {}
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
-        """Raise CheckpointError if a checkpoint's objective_facts, `facts`, have other scores than
-        this run's (if both have some): it was trained against another model. folder: the
-        checkpoint's.
-        """
+        """Raise CheckpointError if a checkpoint has other first scores than this run, which means
+        that it was trained against another scoring model. Nothing is compared if one of the two has
+        no scores. facts: the checkpoint's objective_facts. folder: the checkpoint's."""
         written = facts.get(self.kind)
         now = self.objective_facts().get(self.kind)
         if written and now and not self._is_same(now, written):

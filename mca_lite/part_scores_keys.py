@@ -16,10 +16,11 @@ REFERENCES = ("cached", "adapter", "model")
 class ReferenceArguments(ArgumentGroup):
     """Configuration keys of reference models.
 
-    pref_beta: scales log-ratios to the reference, or without one log-probabilities; in orpo the
-    weight of the odds ratio. ref_model: "cached" scores the data once, before training; "adapter"
-    disables the adapters; "model" loads model_name_or_path a second time; a folder loads its model;
-    None: "adapter" if adapters can be disabled, otherwise "cached"."""
+    pref_beta: factor of the log-ratios to the reference, or without a reference of the
+    log-probabilities; in orpo the weight of the odds ratio. ref_model: "cached" scores the data
+    once, before training; "adapter" disables the adapters; "model" loads model_name_or_path a
+    second time; a folder loads its model; None: "adapter" if adapters can be disabled, otherwise
+    "cached"."""
 
     pref_beta: float = amount(0.1, "strength of the reference, or weight of orpo's odds ratio")
     ref_model: str | None = optional(
@@ -55,9 +56,8 @@ REFERENCE_RULES = (
 
 
 def check_preferences(a: Any, judge: Judge) -> None:
-    """Check the configuration of a stage that compares answers, across all groups of keys. Problems
-    go to `judge`. a: all keys.
-    """
+    """Check the configuration keys of a stage that compares answers, such as dpo, against each
+    other. a: all keys. judge: collects the problems."""
     judge.apply(_PREFERENCES)
     path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
     judge.expect(

@@ -10,8 +10,7 @@ tokens in a sample, [b, s] a micro-batch on this rank.
 Calls add up the gradients of sums; optim_step divides once, by a count over the whole update. So a
 loss has the same gradient however its samples are split into calls. Every rank calls each method
 with the same samples and gets the same results; only with own=True do data-parallel replicas pass
-different samples.
-"""
+different samples."""
 
 import contextlib
 import functools
@@ -51,11 +50,13 @@ Samples: TypeAlias = Sequence[Mapping[str, Any]]  # columns by name, or document
 
 
 class Output(NamedTuple):
-    """Results of a forward pass. logps: for each sample given to this rank, in order, float32 [n]
-    on the CPU: the log-probability of each label, 0 where there is no label. sums: {metric: (sum,
-    count)} over all ranks. metrics: {metric: sum / count}; with a count of 0 the loss is 0, and
-    others are left out. From forward_backward_custom sums is {}, and metrics are "loss" and the
-    function's."""
+    """Results of a Session's forward pass.
+
+    logps: for each sample given to this rank, in order, float32 [n] on the CPU: the log-probability
+    of each label, 0 where there is no label.
+    sums: {metric: (sum, count)} over all ranks; {} from forward_backward_custom.
+    metrics: {metric: sum / count}. A metric with a count of 0 is left out, but "loss" is then 0.
+    From forward_backward_custom: "loss" and the metrics that the caller's function returned."""
 
     logps: list[torch.Tensor]
     metrics: dict[str, float]
@@ -92,8 +93,7 @@ class Tokens:
     is no label.
     entropy: of the next-token distribution; None unless the loss sets wants_entropy.
     sum_samples: function of values [b, s] that gives each trained token its sample's sum, on all
-    context-parallel ranks; call sum_of_sample instead, which leaves out tokens without a label.
-    """
+    context-parallel ranks; call sum_of_sample instead, which leaves out tokens without a label."""
 
     logps: torch.Tensor
     is_trained: torch.Tensor
@@ -124,8 +124,7 @@ class CrossEntropy:
     temperature: divides the logits.
     wants_entropy: True to get Tokens.entropy.
     refuses_dropout: True if the loss compares log-probabilities of two passes.
-    terms(tokens: Tokens): returns (summands of the loss [b, s], {metric: values [b, s]}).
-    """
+    terms(tokens: Tokens): returns (summands of the loss [b, s], {metric: values [b, s]})."""
 
     name: str = "cross_entropy"
     temperature: float = 1.0
@@ -152,21 +151,24 @@ class _Plain(CrossEntropy):
 
 
 class _WithEntropy(_Plain):
-    """Cross entropy whose per-token results are [n, 2]: log-probability and entropy."""
+    """Cross entropy for passes that also ask for the next-token distribution's entropy: results per
+    token are [n, 2], log-probability and entropy."""
 
     wants_entropy = True
 
 
 class _GivenGradient(CrossEntropy):
-    """A loss whose gradient with respect to each log-probability is given: -sampler_weight."""
+    """A loss whose gradient is given: its derivative with respect to each label's log-probability
+    is minus the column sampler_weight. For Session.forward_backward_custom."""
 
     counts = "one"
     refuses_dropout = True
 
 
 def loss_of(name: str, numbers: dict[str, Any]) -> Any:
-    """An instance of the class that SESSION_LOSSES has for the loss `name`. numbers: the loss's
-    parameters, such as {"clip_low": 0.1}. ValueError for an unknown loss or parameter."""
+    """Make the loss that a Session's caller names: an instance of its class in SESSION_LOSSES.
+    name: the loss's name there, such as "cross_entropy". numbers: the loss's parameters, such as
+    {"clip_low": 0.1}. ValueError for an unknown loss or parameter."""
     expect(name in SESSION_LOSSES, f"loss {name!r}: expected one of {', '.join(SESSION_LOSSES)}")
     row = function_of(SESSION_LOSSES[name])
     known = [field.name for field in fields(row) if field.name != "name"]
@@ -176,9 +178,10 @@ def loss_of(name: str, numbers: dict[str, Any]) -> Any:
 
 
 def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
-    """Cross entropy [n] of n labels, from logits divided by the temperature, or by the batch's
-    column "temperature" if it has one. with_entropy: [n, 2], cross entropy and entropy. Collective
-    over the tensor-parallel group."""
+    """Cross entropy [n] of n labels, at a temperature. logits: a Logits (this rank's logits of n
+    tokens). The logits are divided by the batch's column "temperature" if it has one, otherwise by
+    `temperature`. with_entropy True: [n, 2], cross entropy and the distribution's entropy.
+    Collective over the tensor-parallel group."""
     divisor: Any = temperature
     if "temperature" in logits.batch:
         divisor = logits.take(logits.batch["temperature"])[:, None]
@@ -192,21 +195,23 @@ def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) ->
 
 
 def reads_logits(loss: Any) -> bool:
-    """True if the loss needs a temperature other than 1, or the entropy, which plain cross entropy
-    does not give."""
+    """True if a loss cannot use the model's plain cross entropy, because it has a temperature other
+    than 1 or needs the entropy. loss: the loss, such as a CrossEntropy."""
     return loss.temperature != 1.0 or loss.wants_entropy
 
 
 @dataclass(eq=False)
 class SampleLoss:
-    """The objective of a Session call: arranges batches of samples, and turns token losses into the
-    loss. PolicyTrainer inherits from it, and sets backend, args and loss.
+    """The objective of one Session call, with the hooks of a trainer: it arranges batches of
+    samples for the model, and turns token losses into the loss. PolicyTrainer inherits from it, and
+    sets backend, args (TrainingArguments) and loss.
 
-    ends: int64 [N + 1]: sample i has the trained tokens with the numbers ends[i] to ends[i + 1] - 1
-    (the batch column token_number). None: tokens are numbered within each micro-batch.
-    routes: a part_routes.Routes that replays or records experts, or None.
-    tokens: number of trained tokens in the call, over all replicas.
-    """
+    loss: the loss, such as a CrossEntropy.
+    ends: int64 [N + 1], borders in the numbering of the call's trained tokens: sample i has the
+    numbers ends[i] to ends[i + 1] - 1, which are in the batch column token_number. None: tokens are
+    numbered within each micro-batch.
+    routes: a part_routes.Routes that replays or records the chosen experts, or None.
+    tokens: number of trained tokens in the call, over all replicas."""
 
     backend: Any
     args: Any
@@ -329,7 +334,8 @@ class SampleLoss:
 
 
 def _firsts(batch: Batch, is_trained: torch.Tensor) -> torch.Tensor:
-    """bool [b, s]: True for the first trained token of each sample in an arranged batch."""
+    """bool [b, s]: True for the first trained token of each sample. batch: arranged. is_trained:
+    bool [b, s], True at labels."""
     numbers = batch["token_number"]
     return torch.isin(numbers, batch["ends"].to(numbers.device)) & is_trained
 
@@ -338,9 +344,10 @@ def _firsts(batch: Batch, is_trained: torch.Tensor) -> torch.Tensor:
 
 
 def _documents(samples: Samples, loss: Any, limits: Limits, refuses_more: bool) -> Documents:
-    """The call's samples as checked documents, without the SESSION_COLUMNS that the loss does not
-    read. refuses_more: refuse samples with such columns. ValueError for invalid samples, or if only
-    some have a column that the loss reads."""
+    """Check a call's samples, and return each as a document, {column: tensor}. Columns of
+    SESSION_COLUMNS that the loss does not read are left out; with refuses_more they are an error.
+    limits: the model's, such as vocabulary size. ValueError for invalid samples, or if a column
+    that the loss reads is in some samples only."""
     expect(len(samples) > 0, "the call has no samples: expected at least one")
     documents = []
     for number, sample in enumerate(samples):
@@ -379,9 +386,10 @@ def _document(
 
 
 def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
-    """A copy of a document or batch `row`, with the loss's columns set to 0 where there is no
-    label. ValueError if a required column is missing, or a value at a label is not finite, or is a
-    temperature not above 0."""
+    """A copy of a document or batch, with the columns that the loss reads set to 0 where there is
+    no label. row: {column: tensor}. loss: the loss, such as a CrossEntropy. ValueError if a column
+    that the loss requires is missing, if a value at a label is not finite, or a temperature there
+    is not above 0."""
     row = dict(row)
     is_trained = row["labels"] != IGNORE_INDEX
     for name in loss.columns:
@@ -464,15 +472,14 @@ class Session:
     adapters.
     args: TrainingArguments; their learning-rate schedule has no effect. ValueError if
     calculate_per_token_loss is false.
-    tokenizer: its padding token is used; without one, or None: token 0.
+    tokenizer: gives the padding token. If it is None or has no padding token, token 0 pads.
     backend: replaces the one made for the model.
-    cutoff_len: with sequence_packing, samples are put by best fit into packs of at most this many
-    tokens, and a micro-batch is one row of per_device_train_batch_size packs; None: of as many
-    samples.
+    cutoff_len: with sequence_packing, a micro-batch is one row of per_device_train_batch_size
+    packs. Samples are put by best fit into packs of at most cutoff_len tokens; None: a pack is one
+    sample.
 
     Call each method on every rank, with the same arguments; only with own=True may samples differ.
-    Layers for multi-token prediction get no gradient.
-    """
+    Layers for multi-token prediction get no gradient."""
 
     def __init__(
         self,
@@ -522,8 +529,7 @@ class Session:
         entropy: return [n, 2], with the entropy of the next-token distribution as the second
         number.
         own: each data-parallel replica passes its own samples (at least one), the same on its
-        ranks, and gets only their results. ValueError for invalid samples.
-        """
+        ranks, and gets only their results. ValueError for invalid samples."""
         finetuning = self.backend.finetuning
         expect(
             not base or finetuning.can_be_off,
@@ -561,14 +567,13 @@ class Session:
         Output. Collective.
 
         loss: a name in SESSION_LOSSES. numbers: the loss's parameters.
-        last: this call's backward pass may reduce the gradients over ranks; no other call that adds
-        gradients may follow before optim_step or discard.
+        last: True tells that no other call adds gradients before optim_step or discard; the
+        backward pass may then already reduce the gradients over ranks.
         own: each data-parallel replica passes its own samples, as for log_probs; the sum then
         covers the samples of all replicas.
         ValueError for an unknown loss or parameter, for invalid samples, after a call with
         last=True or one whose pass failed, and for dropout with a loss that compares
-        log-probabilities of two passes.
-        """
+        log-probabilities of two passes."""
         return self._run(samples, loss_of(loss, numbers), True, last, own)
 
     def forward_backward_custom(
@@ -581,8 +586,7 @@ class Session:
         logps: float32 [n] for each sample, from a first forward pass; a second one, with a backward
         pass, adds the gradient. optim_step does not divide this gradient by a count of tokens.
         last: as in forward_backward. ValueError if the loss is not a differentiable scalar, if a
-        label's gradient is not finite, or if the model has dropout.
-        """
+        label's gradient is not finite, or if the model has dropout."""
         logps = [values.requires_grad_() for values in self.log_probs(samples)]
         loss, metrics = function(samples, logps)
         expect(
@@ -650,8 +654,9 @@ class Session:
         return Output(logps, numbers.means(), sums)
 
     def _begin_training(self, loss: Any) -> None:
-        """Make the optimizer if there is none. ValueError if the model has dropout, and the loss
-        compares log-probabilities of two passes."""
+        """Make ready for a pass with gradients: create the optimizer if there is none. ValueError
+        if the model has dropout and the loss compares log-probabilities of two passes. loss: the
+        loss, such as a CrossEntropy."""
         config = self.model.config
         text = getattr(config, "text_config", config)  # transformers' model may see pictures too
         named = vars(text) | vars(getattr(self.backend.finetuning, "spec", Step))
@@ -671,10 +676,11 @@ class Session:
     def _agreed(
         self, samples: Samples, loss: Any, own: bool, refuses_more: bool, call: str
     ) -> _Call:
-        """Check this rank's samples, and agree with all ranks on the call. ValueError on every rank
-        if samples on any rank are invalid, or if columns for text or arguments differ that must be
-        equal. Collective. own: replicas have different samples. call: the other arguments as
-        text."""
+        """Check this rank's samples, and compare the call with those of all other ranks. own: True
+        if each replica passes its own samples. refuses_more: as in _run(). call: the call's other
+        arguments as text. Collective. ValueError on every rank if a rank's samples are invalid, if
+        the arguments differ, or if columns for text differ between ranks that must pass the same.
+        """
         documents: Documents = []
         rows: list[Documents] = []
         replica = self.backend.dp_rank if own else 0
@@ -701,16 +707,18 @@ class Session:
         return _Call(documents, rows, ends, sum(tokens), num_batches)
 
     def _rows(self, documents: Documents) -> list[Documents]:
-        """Assign documents to rows: one each, or with sequence_packing and cutoff_len best fit up
-        to cutoff_len tokens. ValueError if one does not fit."""
+        """Assign documents to rows -> the documents of each row. Normally a row has one document;
+        with sequence_packing and cutoff_len rows are filled by best fit, up to cutoff_len tokens.
+        ValueError if a document is longer than that."""
         if not self.args.sequence_packing or self.cutoff_len is None:
             return [[document] for document in documents]
         lengths = np.array([len(one["labels"]) for one in documents])
         return [[documents[i] for i in pack] for pack in best_fit(lengths, self.cutoff_len)]
 
     def _plan(self, rows: list[Documents], own: bool) -> BatchPlan:
-        """A BatchPlan of one step with all rows, rows of similar length together. own: the rows are
-        this replica's alone; False: data-parallel ranks share them."""
+        """Plan the call as one step: a BatchPlan, which assigns rows to this rank's micro-batches,
+        rows of similar length together. rows: the documents of each row. own: True if these rows
+        are this replica's alone; False: data-parallel ranks share them."""
         size = self.args.per_device_train_batch_size
         rank, ranks = (0, 1) if own else (self.backend.dp_rank, self.backend.dp_size)
         return BatchPlan(
@@ -725,17 +733,18 @@ class Session:
         )
 
     def _batches(self, rows: list[Documents], own: bool) -> list[Batch]:
-        """The collated micro-batches that this rank computes. rows: the documents of each row. own:
-        the rows are this replica's alone."""
+        """Collate the micro-batches that this rank computes. rows: the documents of each row. own:
+        True if these rows are this replica's alone; False: data-parallel ranks share them."""
         collate = Collator(self.backend.pad_token_id)
         return list(make_loader(rows, collate, self._plan(rows, own), num_epochs=1))
 
     def _gathered(
         self, found: list[tuple[Any, ...]], call: _Call, width: tuple[Any, ...]
     ) -> list[torch.Tensor]:
-        """The results of the samples given to this rank: float32 [n, *width] for each, 0 where
-        there is no label. found: (token numbers, results) of the micro-batches that this rank
-        computed. Collective."""
+        """Collect the per-token results of a pass from all ranks -> for each sample given to this
+        rank float32 [n, *width] on the CPU, 0 where there is no label. found: this rank's (token
+        numbers, results) of each micro-batch. width: shape of one token's result, () or (2,).
+        Collective."""
         zeros = torch.zeros(call.tokens, *width, device=parallel.device())
         first, *_, end = call.ends.tolist()
         results = scattered(self.backend, found, zeros)[first:end]
@@ -765,8 +774,7 @@ class Session:
         Arguments that are None, except denominator, come from args. max_grad_norm 0 or inf: no
         clipping. denominator: the divisor; None: the count that the losses define, over all samples
         and ranks. ValueError without added gradients; if their losses divide by different counts,
-        and denominator is None; if ranks have different arguments; and for numbers out of range.
-        """
+        and denominator is None; if ranks have different arguments; and for numbers out of range."""
         counts = self._counts
         expect(counts, "optim_step without gradients: call forward_backward first")
         words = sorted(f"{count} times {times:g}" for count, times in counts)
@@ -810,8 +818,9 @@ class Session:
         return Step(grad_norm, not updated, float(divisor))
 
     def _set_groups(self, **numbers: Any) -> None:
-        """Set `numbers`, such as lr=1e-5, in the optimizer's parameter groups that have these keys;
-        weight_decay in every group, multiplied by the group's wd_mult."""
+        """Set numbers of the optimizer for the coming update, such as lr=1e-5. In a parameter group
+        only keys that it has are changed, except weight_decay: every group gets it, multiplied by
+        the group's wd_mult (1 if it has none)."""
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
@@ -862,8 +871,7 @@ class Session:
         states. grad: gradient buffers, which come back as zeros; the others come back bit for bit.
 
         Calls that need tensors in host memory raise ValueError. torch DDP's buckets stay on the
-        GPU. ValueError if gradients wait for optim_step, and for another device.
-        """
+        GPU. ValueError if gradients wait for optim_step, and for another device."""
         expect(not self._counts, "to with pending gradients: call optim_step or discard first")
         given = dict(zip(_ALL, (model, optimizer, grad), strict=True))
         kinds = [kind for kind in _ALL if given[kind]]

@@ -20,27 +20,26 @@ class ParamMeta(NamedTuple):
 
 @dataclass
 class Weights:
-    """An iterable over a model's whole tensors, with their values at the time of iteration, to load
-    into a sampler.
+    """An iterable over the whole (unsharded) tensors of a model in training, to load them into a
+    sampler such as vLLM. Values are those at the time of iteration.
 
     All ranks must iterate together, and may do so again. Global rank 0 gets (name, tensor on its
     device); other ranks get nothing. Names are those in Hugging Face files, such as
     "model.layers.3.mlp.down_proj.weight"; a tied head is left out. Experts are stacked where the
     model's files stack them. The torch backend keeps the prefixes of transformers' modules, and
     yields single experts in the families of FAMILIES.
-    adapters: "merged" into the weights, "without" them, or "only" them and the weights in
-    modules_to_save. For "only", names are PEFT's without the prefix "base_model.model.". vLLM
-    0.33's WeightSource differs (metadata is a property, iter_full() iterates): see the short
-    adapter in configs/EXPORTS.md.
-    """
+    backend: the Session's. adapters: "merged" into the weights, "without" them, or "only" them and
+    the weights in modules_to_save. For "only", names are PEFT's without the prefix
+    "base_model.model.".
+    vLLM 0.33's WeightSource differs (metadata is a property, iter_full() iterates): see the short
+    adapter in configs/EXPORTS.md."""
 
     backend: Any
     adapters: str
 
     def metadata(self) -> list[ParamMeta]:
-        """[ParamMeta] of the tensors that iteration yields, in the same order, on every rank.
-        Collective. Only for adapters="only" are tensors transferred between ranks.
-        """
+        """List name, dtype and shape of the tensors that iteration yields, in the same order, on
+        every rank. Collective; tensors are transferred between ranks only with adapters="only"."""
         if self.adapters == "only":
             forms = dict(self._adapters())
             return parallel.on_main(lambda: _metadata(forms.items()), ValueError)

@@ -14,13 +14,12 @@ import torch
 
 
 class FlashWithSinks(torch.autograd.Function):
-    """Packed causal attention with sinks on CUDA, by torch's flash attention kernels.
+    """Packed causal attention with sinks on CUDA, by torch's flash attention kernels. A sink is a
+    learned score of a head, without a value, that takes a share of the head's softmax.
 
-    The backward kernel recomputes probabilities exp(score - lse) and the gradients of scores,
-    probability * (dP - sum of dO O), from the lse and output passed to it. Passing lse' and the
-    output with sinks makes both include sinks. varlen_attn's backward could not be used: it has no
-    gradient for its lse.
-    """
+    The backward kernel recomputes probabilities exp(score - lse) from the lse (log-sum-exp of the
+    scores) and the output passed to it. Given the lse and output that include sinks, its gradients
+    include them too. varlen_attn's backward could not be used: it has no gradient for its lse."""
 
     @staticmethod
     def forward(
@@ -37,10 +36,10 @@ class FlashWithSinks(torch.autograd.Function):
         window: int | None,
     ) -> torch.Tensor:
         """Causal attention over segments, such as documents: q [T, n, d], k and v [keys, g, d],
-        sinks [n] -> [T, n, d]. cu_q, cu_k: int32 [segments + 1], borders of queries and of keys; a
-        segment's last query sees its last key. max_q, max_k: most queries and keys in a segment.
-        scale: factor on the scores; None: 1 / sqrt(d). window: most tokens that a query sees,
-        itself included; None: no limit."""
+        sinks [n] (a score per head) -> [T, n, d]. cu_q, cu_k: int32 [segments + 1], borders of
+        queries and of keys; a segment's last query sees its last key. max_q, max_k: most queries
+        and keys in a segment. scale: factor on the scores; None: 1 / sqrt(d). window: most tokens
+        that a query sees, itself included; None: no limit."""
         ctx.of_rows = cu_q, cu_k, max_q, max_k, 0.0, window is None
         ctx.keys = dict(scale=scale, window_size_left=(window or 0) - 1, window_size_right=0)
         # varlen_attn and scaled_dot_product_attention call the same operators

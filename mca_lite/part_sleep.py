@@ -15,11 +15,11 @@ from .optim import parts_of
 
 
 def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> None:
-    """Move a backend's tensors to host memory or back.
+    """Move a backend's tensors to host memory, or back to this rank's device. kinds: which tensors:
+    some of "model", "grad" and "optimizer". Gradients are freed without a copy, and come back as 0.
 
-    device: this rank's device: come_back() moves them back. "cpu", on a rank with a GPU: leave()
-    moves them to host memory. Another device known to torch: ValueError. kinds: which tensors, some
-    of "model", "grad" and "optimizer"; gradients are freed without a copy, and come back as 0."""
+    device: this rank's own: move them back, as come_back() does. "cpu", on a rank with a GPU: move
+    them to host memory, as leave() does. ValueError for another device known to torch."""
     here = parallel.device()
     wanted = torch.device(device)
     expect(
@@ -34,12 +34,11 @@ def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> No
 
 @torch.no_grad()
 def leave(backend: Any, kinds: Collection[str]) -> None:
-    """Copy "model" and "optimizer" tensors to host memory and free their storages on the device.
-    Gradients ("grad") are freed without a copy.
+    """Free a backend's tensors on the device: those of "model" and "optimizer" are first copied to
+    host memory; gradients ("grad") are not copied.
 
-    kinds: which of the three to move; those already moved are skipped. The optimizer's zero_grad()
-    is called before the copies. Collective for "model" with overlap_param_gather.
-    """
+    kinds: which of the three; those that have left already are skipped. The optimizer's zero_grad()
+    is called before the copies. Collective for "model" with overlap_param_gather."""
     kinds = [kind for kind in kinds if kind not in backend.away]
     if "model" in kinds:
         backend.finish_param_sync()
@@ -73,8 +72,8 @@ def come_back(backend: Any, kinds: Collection[str]) -> None:
 
 
 def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
-    """{kind: allocated storages on this rank's device} for "model", "grad" and "optimizer". A
-    storage shared by several tensors is in one list, once."""
+    """List the storages in use on this rank's device -> {kind: storages} for the kinds "model",
+    "grad" and "optimizer". A storage that several tensors share is listed once, under one kind."""
     model = backend.model
     gradients = [getattr(parameter, "main_grad", None) for parameter in model.parameters()]
     tensors = {
@@ -100,8 +99,8 @@ def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of tensors that are on this rank's device and whose address is not in
-    `seen`; add their addresses to `seen`."""
+    """Yield storages of `tensors` that were not yielded before and are on this rank's device. seen:
+    addresses of the storages yielded so far, which is added to."""
     # a quantised tensor consists of several plain ones, its parts
     for tensor in (part for whole in tensors for part in getattr(whole, "parts", (whole,))):
         storage = tensor.untyped_storage()

@@ -42,11 +42,12 @@ _IN_BLOCK = 32
 
 
 def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """The single experts' tensors in the stacked tensor `name`: [("...experts.0.gate_proj.weight",
-    index), ...]; [] if it is no stacked tensor. experts: number of experts.
+    """List the tensors of single experts that the stacked tensor `name` contains:
+    [("...experts.0.gate_proj.weight", index), ...]; [] if it is no stacked tensor. experts: number
+    of experts.
 
-    The index is right for unquantised tensors of gpt_oss, where gate and up alternate: it gives a
-    matrix as [in, out], or a bias."""
+    index: the place of the single tensor in the stacked one, right for unquantised files of
+    gpt_oss, in which gate and up alternate. It gives a matrix as [in, out], or a bias."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return []
@@ -64,8 +65,9 @@ def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Experts' matrices in a file, stacked as [E, out, in], or biases, as [E, out]. slices: the
-    tensor's safetensors slice, which reads only what is indexed."""
+    """Reads single experts from a tensor in a file that stacks their matrices as [E, out, in], or
+    their biases as [E, out], for E experts. slices: the tensor's safetensors slice, which reads
+    only what is indexed."""
 
     slices: Any
 
@@ -74,15 +76,16 @@ class _Rows:
         return tuple(self.slices.get_shape())
 
     def read(self, *place: Any) -> torch.Tensor:
-        """One expert's matrix [rows, columns] or bias [rows]: only these outputs and inputs are
-        read. place: (expert, rows, columns), or (expert, rows)."""
+        """Read a part of one expert's matrix, [rows, columns], or of its bias, [rows]. place:
+        (expert, rows, columns), or (expert, rows) for a bias; rows are outputs, columns inputs."""
         return self.slices[place]
 
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Experts' matrices in a file, stacked and transposed as [E, in, out]. slices: the tensor's
-    safetensors slice, which reads only what is indexed."""
+    """Reads single experts from a tensor in a file that stacks their matrices transposed, as
+    [E, in, out] for E experts. slices: the tensor's safetensors slice, which reads only what is
+    indexed."""
 
     slices: Any
 
@@ -92,17 +95,17 @@ class _Matrices:
         return experts, outputs, inputs
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """One expert's matrix [rows, columns], transposed from the file: only these outputs and
-        inputs are read.
-        """
+        """Read a part of one expert's matrix and transpose it -> [rows, columns]. rows: a range of
+        outputs. columns: a range of inputs."""
         return self.slices[expert, columns, rows].mT
 
 
 @dataclass(frozen=True)
 class _Mxfp4Matrices:
-    """Experts' MXFP4 matrices in a file, stacked as [E, out, in]. slices: their 4-bit values, two
-    in a byte, uint8 [E, out, in / 32, 16], read on demand. scales: an exponent per 32 values.
-    """
+    """Reads single experts from tensors in a file that stack their MXFP4 matrices [E, out, in] for
+    E experts. slices: safetensors slice of the 4-bit values, two in a byte, uint8
+    [E, out, in / 32, 16], which reads only what is indexed. scales: slice of the exponents, one per
+    32 values."""
 
     slices: Any
     scales: Any
@@ -113,9 +116,8 @@ class _Mxfp4Matrices:
         return experts, outputs, blocks * _IN_BLOCK
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """One expert's matrix [rows, columns], decoded to bf16: only blocks with these outputs and
-        inputs are read.
-        """
+        """Read a part of one expert's matrix, decoded to bf16 -> [rows, columns]. rows: a range of
+        outputs. columns: a range of inputs. Only the blocks that contain these values are read."""
         first = columns.start // _IN_BLOCK
         blocks = slice(first, -(-columns.stop // _IN_BLOCK))
         values = from_mxfp4(self.slices[expert, rows, blocks], self.scales[expert, rows, blocks])
@@ -123,10 +125,9 @@ class _Mxfp4Matrices:
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Decode MXFP4: blocks uint8 [..., n, 16] and scales uint8 [..., n] -> bf16 [..., 32 n]. A byte
-    contains two 4-bit values, the first in its lower bits; each is multiplied by 2 ** (scale -
-    127).
-    """
+    """Decode numbers in MXFP4 to bf16 [..., 32 n]. blocks: uint8 [..., n, 16], n blocks of 32
+    values; a byte contains two 4-bit values, the first in its lower bits. scales: uint8 [..., n],
+    an exponent per block: its values are multiplied by 2 ** (scale - 127)."""
     positive = torch.tensor(_MXFP4, dtype=torch.bfloat16, device=blocks.device)
     numbers = torch.cat((positive, -positive))
     pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
@@ -136,9 +137,10 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """One expert's tensor inside a stacked one, readable like a safetensors slice, without reading
-    the other experts. stack: _Rows or another class for stacked tensors. outputs: indices of this
-    tensor's rows among the stacked tensor's outputs."""
+    """One expert's tensor inside a stacked one. It can be read like a safetensors slice, without
+    reading the other experts. stack: reads the stacked tensor, a _Rows, _Matrices or
+    _Mxfp4Matrices. expert: the expert's index. outputs: which of the stacked tensor's outputs are
+    this tensor's rows."""
 
     stack: Any
     expert: int
@@ -157,10 +159,9 @@ class ExpertSlice:
 
 
 def format_of(slices: dict[str, Any]) -> str:
-    """The layout in which files stack experts: "in_turns" (gate and up alternate), "rows" ([out,
-    in] matrices) or "columns" ([in, out]). slices: {name: safetensors slice} with at least one
-    stacked tensor.
-    """
+    """Find out how files stack their experts: "in_turns" (gate and up alternate), "rows" (matrices
+    [out, in]) or "columns" (matrices [in, out]). slices: {name: safetensors slice} of the files,
+    with at least one stacked tensor."""
     first = next(match for name in slices if (match := _STACKED.fullmatch(name)))[1]
     gate_up, down = (first + stack for stack in _PARTS)
     if f"{gate_up}_bias" in slices:
@@ -173,11 +174,11 @@ def format_of(slices: dict[str, Any]) -> str:
 
 
 def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
-    """Make files with stacked experts look as if each expert had tensors of its own: {name:
-    safetensors slice}, with an ExpertSlice for each of these tensors instead of a stacked one.
+    """Make files with stacked experts look as if each expert had tensors of its own. slices:
+    {name: safetensors slice} of the files. The result has an ExpertSlice (one expert's part of a
+    stacked tensor) for each of these tensors, under its own name, instead of the stacked one.
 
-    form: from format_of. ValueError if MXFP4 blocks have no scales, or scales of another shape.
-    """
+    form: from format_of. ValueError if MXFP4 blocks have no scales, or scales of another shape."""
     in_turns = form == "in_turns"
     singles = {}
     for name, stored in slices.items():
@@ -201,7 +202,8 @@ def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _is_of_blocks(name: str, slices: dict[str, Any]) -> bool:
-    """True if `name` names MXFP4 scales whose blocks are among the slices."""
+    """True if `name` is the name of MXFP4 scales whose blocks of values are in `slices` too,
+    {name: safetensors slice}."""
     return name.endswith("_scales") and name.replace("_scales", "_blocks") in slices
 
 
@@ -225,11 +227,11 @@ def _scales_of(name: str, slices: dict[str, Any]) -> Any:
 def stacked(
     tensors: Iterable[tuple[str, torch.Tensor]], form: str, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor), with single experts' tensors that follow each other joined into stacked
-    ones, as unquantised files of this format have them.
+    """Join the tensors of single experts into stacked ones, as unquantised files of this format
+    have them, and yield (name, tensor). tensors: (name, tensor) pairs; the experts' tensors of one
+    stacked tensor must follow each other. Other tensors pass unchanged.
 
-    form: from format_of. names: the stacked tensors to make; None: all.
-    """
+    form: from format_of. names: the stacked tensors to make; None: all."""
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
         if name is None or names is not None and name not in names:
             yield from group

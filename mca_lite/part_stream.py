@@ -47,14 +47,15 @@ _HEAD_BYTES = 1 << 20  # a file is identified by its size and this many bytes
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A position in a TokenStream, from which reading resumes; checkpoints contain it.
+    """A position in a TokenStream (a training set read endlessly), from which a resumed run reads
+    on; checkpoints contain it. The stream is read in blocks of records, and a block is tokenised in
+    chunks.
 
     passes: completed passes over the mixed datasets.
     turns, exhausted: state of Turns, which mixes the datasets, at the start of the current block.
-    places: where each dataset is read on from that start; None: from its first record.
-    chunk, sample, token: index of the chunk in the block, the sample in the chunk, the token in the
-    sample.
-    """
+    places: for each dataset, the place in its files at that start; None: the beginning.
+    chunk, sample, token: index of the chunk in the block, of the sample in the chunk, and of the
+    token in the sample."""
 
     passes: int = 0
     turns: int = 0
@@ -66,8 +67,9 @@ class Position:
 
 
 def _with_next(reader: Reader, start: Place) -> Iterator[tuple[Any, Any]]:
-    """Yield (pair, next pair) for a dataset, where a pair is (record, position after it); the next
-    pair is None after the last record. start: the position of the first record."""
+    """Read a dataset's records from a place in its files on, each together with the one after it,
+    so that the last can be recognised. Yields (pair, next pair), where a pair is (record, place
+    after it), and the next pair is None at the last record. start: the place to begin at."""
     return itertools.pairwise(itertools.chain(reader.records(start), [None]))
 
 
@@ -98,8 +100,8 @@ class TokenStream:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of the files (sizes and first bytes), the tokenizer and the keys that determine
-        rows and their order. A resumed run must have the same."""
+        """A hash of the files (sizes and first bytes), the tokenizer, and the keys that determine
+        the rows and their order. A resumed run must have the same hash."""
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = [getattr(self.args, name) for name in names]
         facts += [self.packs, self.seed, CHUNK_RECORDS, self.encoder.options]
@@ -111,8 +113,8 @@ class TokenStream:
         return f"streamed-{hash_of(facts)[:16]}"
 
     def report(self) -> list[str]:
-        """Report lines about each dataset, from its first records: the files' formats and the first
-        sample as text. Sets has_media."""
+        """Report lines about each dataset, made from its first records: the files' formats, and the
+        first sample as text. Sets the attribute has_media."""
         lines = []
         for reader in self.readers:
             records = itertools.islice(reader.records(), CHUNK_RECORDS)
@@ -134,10 +136,12 @@ class TokenStream:
         return f"streamed, {order}; every rank reads and tokenises all of it"
 
     def rows(self, position: Position | None = None) -> Iterator[tuple[Documents, Position]]:
-        """Yield (documents of a row, position after it) endlessly, from `position` on (None: from
-        the start). A document is {"input_ids", "labels"} with its columns, and "media" for
-        with_inputs() if it has any. ValueError for a bad record, or for too many if they are
-        skipped, and if a pass after the first gives no sample."""
+        """Yield (documents of a row, position after it) endlessly. position: a Position to begin
+        at; None: the start. A document is {"input_ids", "labels"} with its columns, and with
+        "media" (for with_inputs()) if it has images or other inputs.
+
+        ValueError for a bad record (if bad records are skipped: for too many), and if a pass after
+        the first gives no sample."""
         position = position or Position()
         samples = self._samples(position)
         if self.encoder.joins:
@@ -187,9 +191,10 @@ class TokenStream:
     # -- records to samples to rows
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
-        """Yield endlessly (position of a block, its records, up to block_records). If records are
-        shuffled, each block is shuffled as a whole, later. The datasets are mixed by mix_strategy.
-        The last block of a pass has the remaining records."""
+        """Read records endlessly in blocks: yield (Position of the block's start, its records).
+        The datasets are mixed by mix_strategy. A block has block_records records; the last of a
+        pass may have fewer. Records are in the order of reading; if they are to be shuffled,
+        _samples() shuffles each block."""
         while True:
             places = list(position.places or [BEGINNING] * len(self.readers))
             order = (self.args.mix_strategy, self.args.mix_weights, self.seed)
@@ -205,9 +210,9 @@ class TokenStream:
             position = Position(position.passes + 1)
 
     def _one_pass(self, turns: Turns, places: list[Place]) -> Iterator[Record]:
-        """Yield the records of a pass in the order of `turns`, from `places` on, and update
-        `places`, one per dataset. One record of each dataset is read ahead, to recognise the last
-        one."""
+        """Yield the records of one pass over the datasets. turns: a Turns (yields the index of the
+        dataset to read next). places: for each dataset, the place in its files to begin at; updated
+        as records are read. One record of each dataset is read ahead, to recognise the last one."""
         sources = list(map(_with_next, self.readers, places))
         for number in turns:
             (record, places[number]), following = next(sources[number])
@@ -218,10 +223,12 @@ class TokenStream:
             yield record
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
-        """Yield (its position, documents) for each sample from `position` on, endlessly: blocks are
-        shuffled, unless disable_shuffling is set, then tokenised in chunks. ValueError for a bad
-        record, or for too many if they are skipped, and if a pass after the first gives no sample.
-        """
+        """Yield (Position of the sample, its documents) endlessly. position: the Position to begin
+        at. Blocks of records are shuffled, unless disable_shuffling is set, and then tokenised in
+        chunks.
+
+        ValueError for a bad record (if bad records are skipped: for too many), and if a pass after
+        the first gives no sample."""
         chunk = position.chunk
         done = position.sample
         passes = position.passes
@@ -245,9 +252,9 @@ class TokenStream:
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of a chunk of records. Prints each kind of record that is cut, left out or
-        noted when it first occurs, if this rank speaks. ValueError for a bad record, or if bad
-        records are skipped, for too many."""
+        """Tokenise a chunk of records -> their samples. If this rank speaks, it prints each kind of
+        record that is cut, left out or noted, when it first occurs. ValueError for a bad record; if
+        bad records are skipped, for too many."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         total.add(tally)
@@ -261,15 +268,17 @@ class TokenStream:
 
 
 def _one_each(samples: Iterator[Any]) -> Iterator[tuple[Documents, Position]]:
-    """Yield (the sample's documents, position after it): each sample is a row."""
+    """Make each sample a row of its own: yield (its documents, Position after it). samples: yields
+    (Position, documents), from TokenStream._samples()."""
     for position, documents in samples:
         after = dataclasses.replace(position, sample=position.sample + 1)
         yield [shifted(*document) for document in documents], after
 
 
 def _packed(samples: Iterator[Any], capacity: int) -> Iterator[tuple[Documents, Position]]:
-    """Yield (documents, position after them) for rows that hold as many whole samples, in order, as
-    fit into `capacity` tokens, and at least one."""
+    """Pack whole samples into rows, in order: yield (documents of a row, Position after them). A
+    row takes samples as long as they fit into `capacity` tokens, but at least one. samples: yields
+    (Position, documents), from TokenStream._samples()."""
     row: Documents = []
     used = 0
     for position, documents in samples:
@@ -286,9 +295,10 @@ def _packed(samples: Iterator[Any], capacity: int) -> Iterator[tuple[Documents, 
 def _joined(
     samples: Iterator[Any], length: int, token: int
 ) -> Iterator[tuple[Documents, Position]]:
-    """Yield ([one document], position after it) for rows of `length` inputs, cut from documents
-    joined end to end; the last label of a row is the first input of the next row. token: index of
-    the first document's token to begin with."""
+    """Join texts end to end, and cut them into rows of `length` input tokens: yield ([one
+    document], Position after it). The last label of a row is the first input of the next. samples:
+    yields (Position, [one document]). token: index of the token to begin at in the first document.
+    """
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # (index in tokens, position) of each document
     for position, [(document, _)] in samples:
@@ -309,8 +319,9 @@ def _joined(
 
 @dataclasses.dataclass(eq=False)
 class _MicroBatches(IterableDataset):
-    """Iterates endlessly over this data-parallel rank's micro-batches; each has "data_position",
-    the position after its step."""
+    """Yields this data-parallel rank's micro-batches of a TokenStream endlessly. In each,
+    "data_position" is the stream's position after the whole step, as a dict. collate: makes a
+    micro-batch of rows. plan: batch sizes and ranks. position: where to begin."""
 
     stream: TokenStream
     collate: Callable[..., dict[str, Any]]
@@ -334,6 +345,6 @@ class _MicroBatches(IterableDataset):
 
 
 def _begin_of(file: str) -> tuple[int, str]:
-    """(size in bytes, hash of the first bytes) of a file."""
+    """Facts that identify a file: (its size in bytes, a hash of its first _HEAD_BYTES bytes)."""
     with open(file, "rb") as raw:
         return Path(file).stat().st_size, hashlib.sha256(raw.read(_HEAD_BYTES)).hexdigest()

@@ -46,8 +46,8 @@ _REMEDY = "transformer_impl: local or auto"
 
 
 def why_unusable() -> str | None:
-    """Reason why Transformer Engine cannot be used: NO_GPU, ABSENT (not installed), or the first
-    line of its import error. None if it can."""
+    """Say why Transformer Engine cannot be used here: NO_GPU, ABSENT (not installed), or the first
+    line of its import error. None if it can be used."""
     if not torch.cuda.is_available():
         return NO_GPU
     try:
@@ -90,8 +90,8 @@ def expect_works() -> None:
 
 
 def needs_local(config: McaModelConfig) -> list[str]:
-    """Features of this config that Transformer Engine's layers lack or compute wrongly, as words
-    for a message; [] if it can be used."""
+    """List what this model's config has that Transformer Engine's layers lack or compute wrongly,
+    as words for a message. [] if there is nothing, so that Transformer Engine can be used."""
     needs = changed(config, ONLY_LOCAL)
     channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
     if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
@@ -107,7 +107,8 @@ def needs_local(config: McaModelConfig) -> list[str]:
 
 
 def check(config: McaModelConfig, judge: Judge) -> None:
-    """Report to `judge` a model that Transformer Engine's layers do not support."""
+    """Refuse transformer_impl: transformer_engine for a model that its layers do not support:
+    report it to `judge`, which collects configuration errors. config: the model's."""
     if needs := needs_local(config):
         reason = f"{config.hf_model_type} needs {', '.join(needs)}, which only the local layers "
         judge.refuse(_KEY, f"{reason}have", _REMEDY)
@@ -117,9 +118,9 @@ def check(config: McaModelConfig, judge: Judge) -> None:
 
 
 def begin(config: McaModelConfig, cp_group: Any) -> RotaryEmbedding:
-    """Build the rotary embedding for Transformer Engine's attention. Unless attention_backend is
-    "auto", first set the environment variables by which Transformer Engine chooses its attention
-    kernels."""
+    """Prepare a model for Transformer Engine's attention -> its rotary embedding. Unless
+    attention_backend is "auto", first set the environment variables by which Transformer Engine
+    chooses its attention kernels. cp_group: the context-parallel ranks."""
     name = config.attention_backend.name
     if name != "auto":
         os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
@@ -131,9 +132,10 @@ def begin(config: McaModelConfig, cp_group: Any) -> RotaryEmbedding:
 def attention_inputs(
     model: Any, hidden: torch.Tensor | None, packed_seq_params: Any
 ) -> dict[str, Any]:
-    """Keywords of Transformer Engine's attention for a forward pass: no mask, and rotary angles [s,
-    1, 1, rotary dim]. s: positions on this context-parallel rank; for packed rows, of the longest
-    document."""
+    """Keyword arguments of Transformer Engine's attention in a forward pass: no mask, and rotary
+    angles [s, 1, 1, rotary dim], where s is the number of positions on this context-parallel rank,
+    or for packed rows of the longest document. hidden: the decoder's input, None after the first
+    pipeline stage. packed_seq_params: borders of packed documents, None if rows are not packed."""
     cp_group = None
     if packed_seq_params is not None:
         cp_group = packed_seq_params.cp_group
@@ -158,8 +160,9 @@ def linears(has_norm: bool) -> tuple[Any, Any]:
 def attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> torch.nn.Module:
-    """Build a layer's self-attention from Transformer Engine's linears and attention. The first
-    linear also applies the norm before attention."""
+    """Build the self-attention of a decoder layer from Transformer Engine's linears and attention.
+    Its first linear also applies the norm before attention. pg_collection: megatron's process
+    groups."""
     provider = TESpecProvider()
     of_query, of_key = head_norms(config, TENorm) or (IdentityOp, IdentityOp)
     parts = SelfAttentionSubmodules(

@@ -17,9 +17,9 @@ _FP8 = (
 
 
 def check_fp8(m: Keys, a: Keys, judge: Judge) -> None:
-    """Report to `judge` models and layouts that fp8 does not support, such as sizes that are no
-    multiple of 16 on a rank. m: the model's sizes as attributes, named as in McaModelConfig. a: the
-    run's arguments, or the same McaModelConfig."""
+    """Check that fp8 can train a model: add Problems (errors for the user) to `judge` if it cannot,
+    such as for sizes on a rank that are no multiple of 16. m: the model's sizes as attributes,
+    named as in McaModelConfig. a: the run's arguments, or the same McaModelConfig."""
     judge.apply(_FP8)
     # Transformer Engine's 8-bit matmuls need sizes that 16 divides
     tp = a.tensor_model_parallel_size

@@ -54,12 +54,12 @@ def _sum_kernel(
 
 
 def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Finish a parameter's gradient [width]: sum partial, float32 [programs, width], over the
-    programs that computed it.
+    """Finish the gradient of a parameter [width] in a backward kernel whose programs each summed
+    over a part of the tokens: sum up `partial`, float32 [programs, width], over the programs.
 
     If megatron's DDP gave the parameter a float32 main_grad, the sum is added there, and the result
-    is an uninitialised tensor, which DDP's hook does not read.
-    """
+    is an uninitialised tensor, which DDP's hook does not read. Otherwise the result is the
+    gradient."""
     gradient = torch.empty_like(parameter)
     main_grad = getattr(parameter, "main_grad", None)
     adds = main_grad is not None and main_grad.dtype == torch.float32
@@ -73,8 +73,8 @@ def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def iterations_at_once(loaded: int) -> int:
-    """Depth of a Triton loop's software pipeline (num_stages): 3 if the loads of two iterations fit
-    into shared memory, otherwise 1. loaded: bytes loaded per iteration."""
+    """Choose num_stages of a Triton loop, the depth of its software pipeline: 3 if the loads of two
+    iterations fit into shared memory, otherwise 1. loaded: bytes loaded per iteration."""
     return 3 if 2 * loaded <= _SHARED else 1
 
 
@@ -133,8 +133,8 @@ def _norm_backward_kernel(
 
 
 def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """(number of programs, tile sizes and warps) for a kernel whose programs process whole rows of
-    x."""
+    """Choose the launch of a kernel whose programs process whole rows of x [..., width] -> (number
+    of programs, constants for launch(): rows and columns of a program's tile, and warps)."""
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     rows = max(4096 // block, 1)
@@ -143,8 +143,9 @@ def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
 
 
 class Norm(torch.autograd.Function):
-    """RMS norm of x [..., h] with weight [h], by Triton kernels. With `beside`, also returns x;
-    backward then adds the gradients of both outputs in the kernel."""
+    """RMS norm of x [..., h] with weight [h], by Triton kernels. The argument `beside` is for a
+    caller that uses x itself too, such as a residual connection: forward then returns
+    (normed x, x), and backward adds the gradients of both outputs in its kernel."""
 
     @staticmethod
     def forward(
@@ -196,8 +197,10 @@ class Norm(torch.autograd.Function):
 
 @jit
 def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.constexpr):
-    """(first channels, second channels, mask of rotated pairs, mask of existing pairs) of a head's
-    channel pairs. Channels beyond ROTARY are paired too, but are not rotated."""
+    """The channel pairs that RoPE rotates within a head -> (first channels, second channels, mask
+    of rotated pairs, mask of existing pairs). D: channels per head, of which the first ROTARY are
+    rotated; the others are paired too, but stay as they are. NEXT: pairs are neighbours, otherwise
+    half of ROTARY apart. HALF: length of the results, a power of two of at least D / 2."""
     pair = tl.arange(0, HALF)
     turns = pair < ROTARY // 2
     if NEXT:
@@ -213,8 +216,10 @@ def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.c
 
 @jit
 def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.constexpr):
-    """(cos of first channels, cos of second, sin of first, sin of second), each [heads, pairs]: 1
-    and 0 where nothing is rotated."""
+    """Load RoPE's factors for the channel pairs of some heads -> (cos of first channels, cos of
+    second, sin of first, sin of second), each [heads, pairs]. cos is 1 and sin is 0 for pairs that
+    are not rotated. cos, sin: tables with ROTARY columns. position: the row in them. first, second,
+    turns: from _pairs(). moves: False for heads that are not rotated (values)."""
     table = position * ROTARY
     one = tl.full(first.shape, 1.0, tl.float32)
     zero = tl.zeros(first.shape, tl.float32)
@@ -231,8 +236,9 @@ def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.conste
 
 @jit
 def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
-    """Weight of the query norm or of the key norm for each head's channels, by the kind of head; 1
-    is added if ZERO."""
+    """Weights of the query norm or key norm for the given channels of some heads. of_query, of_key:
+    both norms' weights. is_query: for each head, True to take the query norm's. inside: mask of the
+    channels that exist. ZERO: the norms' weights are centred at 0, and 1 is added."""
     q = tl.load(of_query + channel, inside, 0.0).to(tl.float32)[None, :]
     k = tl.load(of_key + channel, inside, 0.0).to(tl.float32)[None, :]
     scale = tl.where(is_query, q, k)
@@ -243,8 +249,9 @@ def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
 
 @jit
 def _load(start, first, second, inside):
-    """Load the first and the second channel of each pair, each [heads, pairs] in float32. start:
-    address of each head, [heads, 1]."""
+    """Load both channels of each pair, for some heads -> two tensors [heads, pairs] in float32.
+    start: address of each head, [heads, 1]. first, second: the pairs' channels, from _pairs().
+    inside: mask; 0 outside it."""
     a = tl.load(start + first[None, :], inside, 0.0).to(tl.float32)
     return a, tl.load(start + second[None, :], inside, 0.0).to(tl.float32)
 
@@ -258,8 +265,10 @@ def _store(start, first, second, inside, a, b):
 @jit
 def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.constexpr,
            D: tl.constexpr):  # fmt: skip
-    """Addresses [heads, 1] of a token's heads in the query, key and value tensors: one per tensor,
-    valid only for heads of that kind."""
+    """Addresses [heads, 1] of the heads of one token in the tensors query, key and value -> one
+    result per tensor, valid only for heads of that kind. group: each head's group (queries that
+    share a key and a value). part: the head's place in its group: queries, then key, then value.
+    GROUPS: number of groups. OWN: heads of a group. D: channels per head."""
     of_token = token * GROUPS + group
     of_query = query + (of_token * (OWN - 2) + part) * D
     return of_query, key + of_token * D, value + of_token * D
@@ -375,11 +384,10 @@ def _heads_backward_kernel(
 
 
 class RotatedHeads(torch.autograd.Function):
-    """Split a fused QKV projection [s, b, width] into heads (query [s, b, n, d], key and value [s,
-    b, g, d]), after adding the bias if there is one; normalise queries and keys if their norms'
-    weights are given, and rotate them by RoPE: kernels.rotated_heads by Triton kernels, for an even
-    number of channels per head.
-    """
+    """Autograd function of kernels.rotated_heads by Triton kernels, for an even number d of
+    channels per head. It splits a fused QKV projection [s, b, width] into n query heads
+    [s, b, n, d] and g key and value heads [s, b, g, d], after adding the bias if there is one. It
+    normalises queries and keys if their norms' weights are given, and rotates them by RoPE."""
 
     @staticmethod
     def forward(
@@ -454,8 +462,9 @@ class RotatedHeads(torch.autograd.Function):
 
 @jit
 def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, column indices, mask of existing columns, gate, up) for one program of a SwiGLU
-    kernel."""
+    """Load what one program of a SwiGLU kernel works on -> (row, column indices, mask of existing
+    columns, gate, up), the last two in float32. both: pointer to rows [2 f], gate before up. BLOCK:
+    columns per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
@@ -556,14 +565,13 @@ def _adam_kernel(
 def update_by_adam(
     tensors: tuple[Any, ...], seed: int, numbers: tuple[Any, ...], by_chance: bool
 ) -> None:
-    """Update one parameter, its low bits and its two moments in place with one Triton kernel, as
-    kernels.AdamW does; do nothing if the factor is NaN.
+    """Run kernels.AdamW's update of one parameter with one Triton kernel. The parameter, its low
+    bits and its two moments change in place; nothing changes if the factor is NaN.
 
     tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first moment,
     second moment, factor on the gradient). seed: for stochastic rounding. numbers: (lr * weight
     decay, beta2, 1 - beta1, 1 - beta2, bias-corrected lr, sqrt(1 - beta2^step), eps). by_chance: if
-    True, round the bf16 second moment stochastically.
-    """
+    True, round the bf16 second moment stochastically."""
     p, low, *more = tensors
     weight = p if low is None else p.view(torch.int16)
     constants = (low is not None, by_chance, _ADAM_BLOCK)
@@ -618,10 +626,14 @@ def _gradients_kernel(
 def statistics_in_one_pass(
     logits: torch.Tensor, places: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """(largest logit, sum of exponentials relative to it, label's logit, 0 if the label is on
-    another rank) of each row, float32 [3, rows], by a Triton kernel that reads the logits [rows, V
-    / tp] once. places: column of each row's label, -1 on another rank. columns: number of columns
-    that are not padding."""
+    """Compute the parts of a cross-entropy loss for each row of logits, by a Triton kernel that
+    reads the logits once -> float32 [3, rows]: the row's largest logit, the sum of exponentials
+    relative to it, and the label's logit, or 0 if this rank has none for it. They are of
+    this rank's columns alone.
+
+    logits: [rows, V / tp], this rank's columns of a vocabulary of V. places: the column of each
+    row's label, -1 if this rank has none for it. columns: number of columns without
+    padding."""
     rows, width = logits.shape
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
@@ -638,14 +650,13 @@ def gradients_in_one_pass(
     weights: torch.Tensor | None,
     head: Head,
 ) -> torch.Tensor:
-    """Overwrite `logits` [rows, V / tp] with the gradient of sum(weights * token losses), by a
-    Triton kernel -> `logits`. With head.softcap the given logits are capped ones, and the gradient
-    is with respect to the logits before the cap.
+    """Overwrite `logits`, this rank's columns [rows, V / tp] of a vocabulary of V, with the
+    gradient of sum(weights * token losses), by a Triton kernel -> `logits`. With head.softcap the
+    given logits are capped ones, and the gradient is with respect to the logits before the cap.
 
     places [rows]: column of each row's label, -1 if the label is on another rank. at_label: float32
     [rows], the label's probability minus 1. lse: float32 [rows], log-sum-exp over the whole
-    vocabulary. weights: [rows]; None: 1 for each row.
-    """
+    vocabulary. weights: [rows]; None: 1 for each row. head: constants of the output layer."""
     rows, width = logits.shape
     flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)
     if weights is not None:
@@ -687,9 +698,10 @@ def join_by_kernel(
     lse2: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Join two partial attentions over different keys, by a Triton kernel that writes the joined
-    output to `out` -> the joined log-sum-exp. Each partial attention is an output [q, b, n, d] and
-    its log-sum-exp, float32 [b, n, q, 1]. `out` must be contiguous."""
+    """Join two partial attentions of the same queries over different keys, by a Triton kernel. It
+    writes the joined output to `out`, which must be contiguous, and returns the joined log-sum-exp.
+    Each partial attention is an output [q, b, n, d] (q queries of b rows, n heads with d channels)
+    and its log-sum-exp, float32 [b, n, q, 1]."""
     q, b, n, d = out.shape
     lse = torch.empty_like(lse1)
     block = triton.next_power_of_2(d)
@@ -736,10 +748,11 @@ def _experts_kernel(
 def add_gradient_of_experts(
     x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """Add grad^T x for each expert's rows to main_grad [n, out, in], in place. x [T, in] and grad
-    [T, out] are contiguous, in bf16 or fp16, with rows in multiples of 16 bytes; main_grad is
-    float32. ends [n], int32: where each expert's rows end. Equal inputs give equal bits: no two
-    programs add to the same element."""
+    """Add the weight gradients of n experts to main_grad, float32 [n, out, in], in place: for each
+    expert grad^T x over its rows. x: inputs [T, in], and grad: gradients of the outputs [T, out],
+    with rows sorted by expert; both are contiguous, in bf16 or fp16, with rows in multiples of 16
+    bytes. ends: int32 [n], the index after each expert's last row. Equal inputs give equal bits: no
+    two programs add to the same element."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if not len(x):

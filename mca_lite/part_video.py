@@ -60,19 +60,18 @@ _SHARED = "patch_size merge_size temporal_patch_size image_mean image_std resamp
 
 
 class OfColumn(NamedTuple):
-    """A value from a record's column of videos, marked so that it is not taken for an image."""
+    """A value from a record's column of videos, wrapped so that it can be told from an image."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Video:
-    """The frames of a video that are trained on: all pictures in `frames`; or, if `indices` is not
-    empty, the frames with these indices in the video file that is the only item of `frames`.
+    """A video of a record: its frames that are trained on.
 
-    seconds: the time at which each frame is shown. fps: frames taken per second. size: (height,
-    width).
-    """
+    frames: if `indices` is empty, these frames, a picture each; otherwise a single item, the video
+    file. indices: which frames of that file are taken. seconds: the time at which each taken frame
+    is shown. fps: frames taken per second. size: (height, width)."""
 
     kind: ClassVar[str] = "video"
     frames: tuple[Picture, ...] = field(repr=False)
@@ -97,12 +96,14 @@ class Video:
 
     @property
     def num_times(self) -> int:
-        """The length of the video's patch grid along time: two frames make one step."""
+        """The length of the video's patch grid along time: two frames make one step, the last of an
+        odd number makes one alone."""
         return (len(self.seconds) + 1) // 2
 
     def read(self, where: str) -> Iterator[np.ndarray]:
-        """Yield the frames, decoded: uint8 [height, width, 3] each. If a file has fewer frames than
-        its header says, the last one is repeated. ValueError, naming `where`, for a broken file."""
+        """Yield the frames that are trained on, decoded, each uint8 [height, width, 3]. If a video
+        file has fewer frames than its header says, the last one is repeated. ValueError for a
+        broken file; `where` names the record in its message."""
         if not self.indices:
             for picture in self.frames:
                 with opened(picture, where) as image:
@@ -123,8 +124,9 @@ class Video:
 
 @contextlib.contextmanager
 def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
-    """Context with (PyAV's container, its first video stream) for a video file. Any error inside
-    becomes a ValueError that names `where`, as does a missing PyAV."""
+    """Context manager that opens a video file -> (PyAV's container, its first video stream). Any
+    error inside becomes a ValueError, as does a missing PyAV. where: names the video's record in
+    the message."""
     expect(
         importlib.util.find_spec("av"),
         f"{where}: video files take PyAV: pip install 'mca-lite[video]'; videos that are lists or "
@@ -148,9 +150,10 @@ def sampled(total: int, seconds: float, fps: float, most: int) -> list[int]:
 
 
 def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
-    """The Video for a file, with its frames chosen by sampled(). Frames are counted if the header
-    lacks their number; none is decoded. fps, most: frames to take per second, and at most.
-    ValueError, naming `where`, if the file cannot be read."""
+    """Make the Video for a file: choose its frames by sampled(), without decoding any. If the
+    file's header lacks the number of frames, they are counted. fps: frames to take per second.
+    most: the most frames to take. ValueError if the file cannot be read; `where` names its record
+    in the message."""
     with _opened_video(file.path, where) as (container, stream):
         # some formats do not say how many frames they have, or how long they take
         total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
@@ -164,7 +167,7 @@ def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
 
 
 def _numbers_as_numbers(file: Path) -> list[Any]:
-    """Sort key of a file's name that compares numbers in it by value: 9.png is before 10.png."""
+    """Sort key for a file's name in which numbers count by their value: 9.png is before 10.png."""
     pieces = re.split(r"(\d+)", file.name)
     return [int(piece) if piece.isdecimal() else piece for piece in pieces]
 
@@ -174,14 +177,14 @@ def _numbers_as_numbers(file: Path) -> list[Any]:
 
 @dataclass(kw_only=True)
 class VideoVision(Vision):
-    """Reads the images and videos of records, and places them among the tokens, for one model.
+    """Reads the images and videos of records for one model, and says which tokens stand for them.
 
-    around: the text that stands for a video, with "{}" at its placeholder, video_token. start_id,
-    end_id: the tokens before and after it. writes_times: True if the text gives the times of frames
-    beside their placeholders; `timed` then matches a video's times and placeholders. per_second:
-    positions along time per second; None: one position for each two frames, unless their times are
-    text. keys: video_fps, video_maxlen, video_min_pixels and video_max_pixels.
-    """
+    around: the text that stands for a video in a conversation, with "{}" at its placeholder.
+    video_token: that placeholder. start_id, end_id: the tokens before and after it. writes_times:
+    True if the text has the times of frames beside their placeholders; the pattern `timed` then
+    matches all times and placeholders of a video. per_second: position numbers along time per
+    second; None: one for each two frames, unless their times are text. keys: the values of
+    video_fps, video_maxlen, video_min_pixels and video_max_pixels."""
 
     around: str
     video_token: str
@@ -197,10 +200,10 @@ class VideoVision(Vision):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """Make the VideoVision of a model; if the model or its tokenizer has no form for videos
-        that this module knows, return what Vision.of returns. folder: the model's folder. config:
-        the contents of its config.json. keys: the run's arguments, with video_fps and the other
-        video keys."""
+        """Make the VideoVision of a model. If this module does not know how the model or its
+        tokenizer writes videos, return what Vision.of returns, which reads no videos. folder: the
+        model's folder. config: the contents of its config.json. keys: the run's arguments, with
+        video_fps and the other video keys."""
         vision = Vision.of(folder, config, tokenizer, keys)
         kind, video_id = config.get("model_type"), config.get("video_token_id")
         if not isinstance(vision, Vision) or kind not in _WRITES_TIMES or video_id is None:
@@ -297,7 +300,8 @@ class VideoVision(Vision):
         return self.writes_times
 
     def timed_text(self, first: float, second: float) -> str:
-        """The text of two frames, shown at these seconds."""
+        """The text that stands for two frames of a video, with their time. first, second: when they
+        are shown, in seconds."""
         return f"<{(first + second) / 2:.1f} seconds>{self.around.format(self.video_token)}"
 
     def shortened(self, content: str) -> str:
@@ -320,8 +324,9 @@ class VideoVision(Vision):
 
     @functools.cached_property
     def frame_processor(self) -> Any:
-        """transformers' image processor of the model, used for frames too. ValueError if the
-        model's settings for videos differ in _SHARED from those for images."""
+        """transformers' image processor of the model, also used for frames of videos. ValueError if
+        the model's files give videos other values than images for a setting in _SHARED, such as
+        patch_size."""
         own = self._settings()
         for name in _SETTINGS:
             path = self.folder / name
@@ -398,8 +403,8 @@ class VideoVision(Vision):
 
 
 class GlmVideoVision(VideoVision):
-    """Media of GLM-4V, for which each two frames of a video are an image, followed by its time in
-    whole seconds."""
+    """Reads the images and videos of records for GLM-4V. This model takes each two frames of a
+    video as an image, followed by their time in whole seconds."""
 
     columns_of: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(
         COLUMNS_OF, COLUMNS_OF["image"]
@@ -420,8 +425,8 @@ class GlmVideoVision(VideoVision):
 
 
 class VideoStore(PictureFile):
-    """The images and videos of a token-cache shard: a PictureFile that records a video with its
-    frames."""
+    """The images and videos of a token-cache shard: a PictureFile whose records can also be videos,
+    with their frames."""
 
     def write(self, picture: Any, data: Any) -> Any:
         if picture.kind == "image":

@@ -22,7 +22,8 @@ class VideoArguments(ArgumentGroup):
     video_min_pixels: int = count(256, "smaller frames of videos are made larger")
 
     def check(self, judge: Judge) -> None:
-        """Add a Problem to `judge` if video_min_pixels is above video_max_pixels."""
+        """Check the keys for videos together. judge: a Judge (collects Problems of the
+        configuration); it gets one if video_min_pixels is above video_max_pixels."""
         judge.expect(
             self.video_min_pixels <= self.video_max_pixels,
             "video_min_pixels video_max_pixels",

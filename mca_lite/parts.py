@@ -18,15 +18,14 @@ from .errors import Problem, UserError
 
 class Part(NamedTuple):
     """An optional part of the package, whose files may be deleted: one row of PARTS. Each field is
-    a string of words separated by spaces.
+    a text of words separated by spaces.
 
     modules: its files without ".py"; first those that register keys, rules and table rows when they
     are imported.
     keys: its configuration keys, and key=value for values that it adds to core keys.
-    defaults: key:value for values of its keys, other than None, that need no part.
+    defaults: key:value for the values of its keys that may be set without the part, besides None.
     provides: its rows in CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES.
-    needs: the parts that it imports.
-    """
+    needs: the parts that it imports."""
 
     modules: str
     keys: str = ""
@@ -165,8 +164,8 @@ PARTS = {
 
 @functools.cache
 def missing() -> dict[str, dict[str, str]]:
-    """{name of an optional part that cannot be used: {name of a part: its missing files,
-    comma-separated}}. The inner names are the part itself or parts that it needs. Cached."""
+    """The optional parts that cannot be used, and why: {part: {the same part, or parts that it
+    needs: their missing files, comma-separated}}. Cached."""
     # look into this folder: an import could find a deleted file in another installation
     files = {path.stem for path in Path(__file__).parent.glob("*.py")}
     gone = {}
@@ -189,9 +188,9 @@ def with_needs(name: str) -> list[str]:
 
 
 def load(*endings: str) -> list[ModuleType]:
-    """Import those modules of optional parts whose name has one of these endings ("_keys" or a full
-    name), and return them; parts that cannot be used are left out. Importing registers a part's
-    keys, rules and table rows."""
+    """Import modules of optional parts, which registers their keys, rules and table rows -> the
+    modules. endings: modules whose name ends with one of these are imported: "_keys", or a module's
+    full name. Parts that cannot be used because files are missing are left out."""
     there = [part for name, part in PARTS.items() if name not in missing()]
     names = [module for part in there for module in part.modules.split()]
     return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
@@ -205,8 +204,9 @@ def module_of(name: str) -> ModuleType | None:
 
 
 def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
-    """(the reason why something cannot be used, the remedy), for an optional part whose files are
-    missing. what: the beginning of the reason."""
+    """Texts for an error message, if an optional part cannot be used because files are missing ->
+    (the reason, the remedy). name: the part. what: the words with which the reason begins, before
+    the part's name."""
     lacking = missing()[name]
     files = ", ".join(lacking.values())
     verb = "are" if "," in files else "is"
@@ -230,14 +230,16 @@ def check_module(module: str) -> None:
 
 
 def absent_rows() -> dict[str, str]:
-    """{name of a table row: the optional part that provides it}, for parts that cannot be used
-    because files are missing."""
+    """Find the rows of tables, such as model families, that are missing because files of the
+    optional part that provides them are -> {name of a row: name of its part}. A part is missing too
+    if files of a part that it needs are."""
     return {row: name for name in missing() for row in PARTS[name].provides.split()}
 
 
 def absent_keys() -> dict[str, str]:
-    """{configuration key: name of its optional part}, for parts that cannot be used because files
-    are missing. Leaves out core keys to which such a part only adds values."""
+    """Find the configuration keys that are missing because files of their optional part, or of a
+    part that it needs, are -> {key: name of its part}. Leaves out core keys to which such a part
+    only adds values."""
     words = {word: name for name in missing() for word in PARTS[name].keys.split()}
     return {word: name for word, name in words.items() if "=" not in word}
 
@@ -264,8 +266,8 @@ def needed(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def absent(values: Mapping[str, Any]) -> list[Problem]:
-    """A Problem for each key in `values` that needs an optional part that cannot be used, see
-    needed()."""
+    """List the configuration keys in `values` that need an optional part whose files are missing ->
+    a Problem for each (key, value, reason, remedy), for an error message. See needed()."""
     problems = []
     for key, name in needed(values).items():
         reason, remedy = need_of(name)

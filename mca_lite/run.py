@@ -59,10 +59,13 @@ from .weights_files import (
 
 @dataclass
 class PlannedModel:
-    """A model to build, as read from its folder's configs.
+    """A model to build, as read from the config files in its folder.
 
     config: on the megatron backend a McaModelConfig, with rows for new tokens; on the torch backend
-    the folder's transformers config."""
+    the folder's transformers config. old_vocab_size: number of tokens of the folder's model;
+    vocab_size: the same with new tokens. from_scratch: True if weights are drawn at random. source:
+    reads the weight files; None if there are none to read, or they are a megatron checkpoint.
+    finetuning: which weights are trained, and how."""
 
     folder: Path
     config: Any
@@ -76,7 +79,11 @@ class PlannedModel:
 
 @dataclass
 class Plan:
-    """The inputs of a run besides the values of weights, read once by make_plan()."""
+    """Everything that a run needs except the values of weights; make_plan() reads it once.
+
+    objective: the stage's row in OBJECTIVES. steps: optimizer steps of the run. steps_per_epoch: 0
+    for a stream, and without training data. second_model: the objective's reference or teacher;
+    None if there is none to load."""
 
     arguments: RunArguments
     objective: Objective
@@ -97,12 +104,11 @@ _FROM_BF16 = (
 
 
 def make_plan(arguments: RunArguments) -> Plan:
-    """Read tokenizer, configs, the weights' index, adapter and data -> the Plan, from which
-    run.train() runs.
+    """Prepare a run: read tokenizer, configs, the index of the weights, adapter and data -> the
+    Plan, which run.train() executes.
 
-    ValueError if a key, or what a file contains, is wrong. No collectives: usually one process
-    tokenises the data, and the others wait for its lock.
-    """
+    ValueError if a configuration key, or the content of a file, is wrong. No collectives: usually
+    one process tokenises the data, and the others wait for its lock."""
     transformers.utils.logging.disable_progress_bar()
     keys = arguments.model
     args = arguments.training
@@ -184,8 +190,9 @@ def _plan_model(
 
 
 def _of_any_depth(arguments: RunArguments) -> RunArguments:
-    """A copy of the arguments for a second model, such as a reference, which only runs forward: its
-    layers are spread over the pipeline stages by their cost, and nothing is recomputed."""
+    """Adapt the arguments to a second model, such as a reference, which only runs forward and may
+    have another number of layers -> a copy. Its layers are spread over the pipeline stages by their
+    cost, and nothing is recomputed."""
     arguments = copy.copy(arguments)
     arguments.training = training = copy.copy(arguments.training)
     training.pipeline_model_parallel_layout = "auto"
@@ -195,8 +202,8 @@ def _of_any_depth(arguments: RunArguments) -> RunArguments:
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
-    """Raise ConfigError if the model has a value head (is a reward model) and the stage trains
-    none, or if it has none and the stage trains one. has_value_head: the model has one. wanted: the
+    """Raise ConfigError if a model and the stage do not fit together: if the model has a value head
+    (is a reward model) and the stage trains none, or has none and the stage trains one. wanted: the
     stage trains one. folder: the model's."""
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"
@@ -208,12 +215,14 @@ def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
 
 
 def open_source(planned: PlannedModel, seed: int = 42) -> None:
-    """Read the headers of a planned model's weight files, and set planned.source. Nothing is read
-    for a model that is trained from scratch or comes from a megatron checkpoint.
+    """Read the headers of a planned model's weight files, and set planned.source, which reads the
+    weights. Nothing is read for a model that is trained from scratch or comes from a megatron
+    checkpoint.
 
-    seed: on megatron-core draws a value head that the files lack. ValueError if files are missing
-    or cannot be read, for a value head of TRL or LLaMA-Factory, and for tensors that do not fit
-    config.json; the last on plain torch only in a model type of FAMILIES."""
+    seed: for drawing a value head that the files lack, on megatron-core. ValueError if files are
+    missing or cannot be read, or have a value head of TRL or LLaMA-Factory. ValueError too if
+    tensors do not fit config.json; on plain torch this is checked only for model types in FAMILIES.
+    """
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
@@ -234,11 +243,11 @@ def _plan_tokenizer(
     arguments: RunArguments, planned: PlannedModel, judge: Judge
 ) -> tuple[Any, int, list[str]]:
     """Load the tokenizer, add the configured tokens, and plan embedding rows for them ->
-    (tokenizer, number of new tokens, report lines).
+    (tokenizer, number of new tokens, report lines). The finetuning method may change configuration
+    keys so that new rows are trained.
 
-    A tokenizer larger than the model's vocabulary is a Problem for the judge unless resize_vocab or
-    new tokens are configured. Finetuning.take_new_tokens may change the keys, so that the new rows
-    are trained."""
+    If the tokenizer has more tokens than the model, and neither resize_vocab nor new tokens are
+    set, that is reported to `judge`, which collects configuration errors."""
     keys = arguments.model
     plain = keys.add_tokens or []
     special = keys.add_special_tokens or []
@@ -266,11 +275,11 @@ def _plan_tokenizer(
 
 
 def _grow(planned: PlannedModel, size: int) -> None:
-    """Plan a vocabulary of `size` tokens for a model.
+    """Change a planned model to a vocabulary of `size` tokens.
 
-    A McaModelConfig and its source of weights grow too. On the torch backend the config stays,
-    because transformers loads the old rows before it grows a model. ConfigError for more rows in a
-    megatron checkpoint."""
+    A McaModelConfig and the source of its weights grow at once. On the torch backend the config
+    stays, because transformers loads the old rows before it grows a model. ConfigError if a
+    megatron checkpoint would need more rows."""
     planned.vocab_size = size
     is_mca = isinstance(planned.config, model_config.McaModelConfig)
     if size == planned.old_vocab_size or not is_mca:
@@ -284,8 +293,9 @@ def _grow(planned: PlannedModel, size: int) -> None:
 
 
 def _host_model(arguments: RunArguments, planned: PlannedModel) -> Any:
-    """A planned model, not built, for hosts.host_of: its McaModelConfig, or on the torch backend
-    the transformers model on the meta device."""
+    """A planned model without weights, as hosts.host_of takes it (for access by Hugging Face
+    names): on megatron-core its McaModelConfig, on the torch backend the transformers model on the
+    meta device."""
     if arguments.backend.use_mca:
         return planned.config
     with torch.device("meta"):
@@ -309,8 +319,8 @@ def build_model(plan: Plan) -> Any:
 
 def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
     """Build a planned model on this rank and load its weights, or draw them if it is trained from
-    scratch; only quantised weights are frozen yet -> VirtualModels, or a transformers model with
-    use_mca: false."""
+    scratch -> VirtualModels, or a transformers model with use_mca: false. Finetuning is not applied
+    yet: no adapters are there, and no weights are frozen except quantised ones."""
     # a copy, because megatron-core stores functions of the optimizer in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed
@@ -328,8 +338,8 @@ def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
 
 
 def train(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
-    """Run a plan: start the process group, build the model, train, export, evaluate and predict as
-    configured, end the process group -> the trainer. Collective.
+    """Execute a planned run -> the trainer. It starts the process group, builds the model, trains,
+    exports, evaluates and predicts as configured, and ends the process group. Collective.
 
     callbacks: added to the trainer's. A signal during the export does not interrupt it, because
     half a model is useless."""
@@ -352,10 +362,9 @@ def train(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
 
 
 def _predict(sets: Any, trainer: Any) -> None:
-    """Run predict() over the evaluation set (or sets, {name: dataset}), and write
-    predictions.jsonl, one line per sample.
-
-    With predict_with_generate, also write generations.jsonl, one line per answer. Collective."""
+    """Run the trainer's predict() over the evaluation data, and write predictions.jsonl with one
+    line per sample. With predict_with_generate also write generations.jsonl, one line per answer.
+    sets: a dataset, or {name: dataset}. Collective."""
     lines: dict[str, list[dict[str, Any]]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
     if not isinstance(sets, dict):
         sets = {"": sets}
@@ -373,8 +382,8 @@ def _predict(sets: Any, trainer: Any) -> None:
 
 
 def build_trainer(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
-    """Build the planned model, and the stage's trainer (McaTrainer or a subclass) with it and the
-    planned data. Collective."""
+    """Build the planned model and the trainer of the run's stage (McaTrainer or a subclass), which
+    gets the model and the planned data. callbacks: added to the trainer's. Collective."""
     arguments = plan.arguments
     args = plan.arguments.training
     data = plan.data
@@ -407,8 +416,9 @@ def build_trainer(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
 
 
 def _export(plan: Plan, trainer: Any, result: Any) -> None:
-    """Save the model as configured, and print how the training ended: its steps, time and mean
-    loss, without the steps before a resume. Collective."""
+    """Save the trained model as configured, and print how the training ended: its steps, time and
+    mean loss, without the steps before a resume. result: what trainer.train() returned. Collective.
+    """
     args = plan.arguments.training
     first = trainer.report.first_step
     if args.save_hf_model:
@@ -448,7 +458,8 @@ class _SaveConfig(TrainerCallback):
 
 
 def data_summary(plan: Plan) -> dict[str, str]:
-    """Lines of the start summary, {name: text}: objective, finetuning and data."""
+    """Some lines of the text that is printed at the start, {name: text}: about the objective,
+    finetuning and data of a run."""
     data = plan.arguments.data
     keys = plan.arguments.finetuning
     packing = ""
@@ -482,9 +493,9 @@ def data_summary(plan: Plan) -> dict[str, str]:
 
 
 def named_sets(data: DatasetBundle) -> dict[str, Any]:
-    """{name: dataset} of a run: "training", and "evaluation" or, with eval_on_each_dataset, each
-    evaluation set's name. Missing sets are left out.
-    """
+    """Name the datasets of a run: {"training": ..., "evaluation": ...}. With eval_on_each_dataset,
+    each evaluation set has its own name instead of "evaluation". Datasets that the run does not
+    have are left out."""
     evaluated: Any = data.eval
     if not isinstance(evaluated, dict):
         evaluated = {"evaluation": evaluated}

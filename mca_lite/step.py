@@ -26,9 +26,9 @@ from .trainer_events import Numbers
 
 
 def arrange(backend: Any, args: Any, batch: Batch, documents_per_sample: int = 1) -> Batch:
-    """Arrange a checked batch for the model: one document per row, or with sequence_packing one
-    packed row. backend: the run's Backend. args: TrainingArguments. documents_per_sample: 2 for
-    samples of two documents, such as pairs; otherwise 1."""
+    """Put a micro-batch's documents into rows for the model: one document per row, or with
+    sequence_packing all in one packed row. batch: collated and checked. args: TrainingArguments.
+    documents_per_sample: 2 if each sample has two, as a pair of answers; otherwise 1."""
     if not args.sequence_packing:
         return split(batch, documents_per_sample, backend.pad_token_id)
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
@@ -37,11 +37,13 @@ def arrange(backend: Any, args: Any, batch: Batch, documents_per_sample: int = 1
 def arrange_step(
     backend: Any, objective: Any, given: list[Batch], at_least: int = 0
 ) -> list[Batch]:
-    """Arrange `given`, the checked batches of a step, by the objective's _arrange, and pad them to
-    lengths that the layout can shard: to one common length if it needs that.
+    """Make all micro-batches of a step ready for the model: each is arranged by the objective's
+    hook _arrange, and padded to a length that the parallel layout can shard. If the layout needs
+    it, all get one common length. Collective if all ranks need one length.
 
-    Micro-batches of padding are added as fillers until there are `at_least`, and a multiple that
-    the pipeline schedule needs. Collective if all ranks need one length.
+    objective: the trainer, or another object with its loss hooks. given: the collated and checked
+    micro-batches. at_least: number of micro-batches to return at least. Missing ones are added as
+    fillers (padding alone, without loss), also up to a multiple that the pipeline schedule needs.
     """
     # the pipeline schedule needs a multiple: fill up with micro-batches of padding, without loss
     count = max(len(given), at_least)
@@ -59,18 +61,17 @@ def row_length(batch: Batch) -> int:
 
 
 def to_length(backend: Any, batch: Batch, at_least: int = 0) -> Batch:
-    """Pad an arranged batch on the right, to a multiple of the length that the layout can shard and
-    to `at_least` or more."""
+    """Pad the rows of an arranged micro-batch on the right. Their new length is the smallest that
+    is `at_least` or more, holds the rows, and is a multiple that the parallel layout can shard."""
     multiple = backend.length_multiple
     length = -(-max(at_least, row_length(batch)) // multiple) * multiple
     return pad(batch, length, backend.pad_token_id)
 
 
 def inputs_of(backend: Any, batch: Batch) -> dict[str, Any]:
-    """The model's keyword arguments for an arranged micro-batch, on this rank's device and sharded
-    for its context-parallel rank.
-
-    Every pipeline stage needs the whole batch, for the borders of packed documents."""
+    """Make the model's keyword arguments for an arranged micro-batch: on this rank's device, with
+    this context-parallel rank's part of the tokens. batch: the whole micro-batch, on every pipeline
+    stage, because it has the borders of packed documents."""
     watchdog.alive()
     if "cu_seqlens" in batch and "packed_seq_params" not in batch:
         params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
@@ -89,12 +90,12 @@ def forward_step(
     model: Any,
     to_inputs: Callable[..., dict[str, Any]] | None = None,
 ) -> tuple[Any, Callable[..., Any]]:
-    """Run the iterator's next micro-batch through one chunk of the model -> (output, loss_func).
-    Pipeline schedules call it, as megatron's forward_step_func.
+    """Run the next micro-batch through one chunk of the model -> (output, loss_func). Pipeline
+    schedules call it, as megatron's forward_step_func; loss_func(output) computes the loss.
 
-    objective: the trainer, or another object with its loss hooks. to_inputs(batch): the model's
-    keyword arguments; None: inputs_of().
-    """
+    objective: the trainer, or another object with its loss hooks. data_iterator: of arranged
+    micro-batches. model: the chunk. to_inputs(batch): makes the model's keyword arguments; None:
+    inputs_of()."""
     batch = next(data_iterator)
     to_inputs = to_inputs or functools.partial(inputs_of, backend)
     inputs = to_inputs(batch)
@@ -110,11 +111,11 @@ def forward_step(
 
 
 def use_loss(backend: Any, objective: Any, batch: Batch | None = None) -> None:
-    """Make the backend's model compute the objective's loss from logits, or cross entropy if the
-    objective has none. objective: the trainer, or another object with its loss hooks.
+    """Tell the backend's model which loss to compute from logits: that of the objective's hook
+    _loss_of_logits, or cross entropy if the hook is None. objective: the trainer, or another object
+    with its loss hooks.
 
-    batch: the micro-batch, as the hook _pre_compute_loss gets it; None outside of a step.
-    """
+    batch: the micro-batch that the loss may read; None outside of a step."""
     of_logits = objective._loss_of_logits
     if of_logits is not None:
         of_logits = functools.partial(_loss_in, batch, of_logits)
@@ -124,15 +125,15 @@ def use_loss(backend: Any, objective: Any, batch: Batch | None = None) -> None:
 def _loss_in(
     batch: Batch | None, loss_of_logits: Callable[[Logits], torch.Tensor], logits: Logits
 ) -> torch.Tensor:
-    """Call loss_of_logits with the micro-batch as logits.batch -> its token losses."""
+    """Compute the token losses of a chunk of logits, by loss_of_logits. batch: the micro-batch,
+    which the function finds as logits.batch."""
     return loss_of_logits(replace(logits, batch=batch))
 
 
 def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any, ...]:
-    """The results of a loss_func, with the logged loss replaced by the micro-batch's mean: the pair
-    [sum, count] is divided by the count.
-
-    Under context parallelism the pair is this rank's share of [mean, 1]."""
+    """Call loss_func(output), and replace the logged loss in its result: the pair [sum, count] is
+    divided by the micro-batch's count. It becomes [mean, 1], under context parallelism this rank's
+    share of that; [0, 0] if the count is 0. output: the model's."""
     total, count, metrics = loss_func(output)
     return total, count, {**metrics, "loss": mean_of(metrics["loss"], count)}
 
@@ -140,9 +141,12 @@ def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any
 def compute_gradients(
     backend: Any, objective: Any, forward_step: Callable[..., Any], micro_batches: list[Batch]
 ) -> Metrics:
-    """Run forward and backward passes over a step's arranged micro-batches -> metrics per
-    micro-batch, [] on pipeline stages before the last. Gradients stay in the backend. objective:
-    the trainer, or another object with its loss hooks. Collective."""
+    """Run the forward and backward passes of a step; gradients stay in the backend. Returns the
+    metrics of each micro-batch, [] on pipeline stages before the last. Collective.
+
+    objective: the trainer, or another object with its loss hooks. forward_step: megatron's
+    forward_step_func, (data_iterator, model) -> (output, loss function). micro_batches: arranged.
+    """
     backend.train_mode(True)
     backend.weigh_router_losses(micro_batches, objective._count_of_loss)
     return backend.forward_backward(forward_step, micro_batches)
@@ -152,11 +156,12 @@ def compute_gradients(
 def measure(
     backend: Any, forward_step: Callable[..., Any], micro_batches: list[Batch], chunks: Any = None
 ) -> list[Any]:
-    """Run forward passes over micro-batches, in evaluation mode and without gradients -> the third
-    result of each loss_func; [] on pipeline stages before the last.
+    """Run forward passes over micro-batches, in evaluation mode and without gradients. Returns what
+    forward_step's loss function gives as its third result, for each micro-batch; [] on pipeline
+    stages before the last. Collective.
 
-    chunks: the chunks to run; None: the trained model's. Training mode is restored, unless a pass
-    fails. Collective."""
+    chunks: the model chunks to run, such as those of a reference model; None: the trained model's.
+    Training mode is restored, unless a pass fails."""
     running = chunks or backend.chunks
     in_training = [chunk for chunk in running if chunk.training]
     for chunk in in_training:
@@ -170,12 +175,13 @@ def measure(
 def collecting(
     backend: Any, collect: Callable[..., Any], to_inputs: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A forward_step for measure() whose results are collect(inputs, batch, output), for passes
-    that only read the model's outputs.
+    """Make a forward_step for measure() that only reads the model's outputs: its result for a
+    micro-batch is collect(inputs, batch, output).
 
-    to_inputs(batch): the model's keyword arguments. output: token losses, by cross entropy or by
-    the loss that wrap_reference() got; logits if these arguments have no labels; with a value head
-    scores. batch: as to_inputs gets it, but its loss columns hold this rank's tokens."""
+    to_inputs(batch): makes the model's keyword arguments, which are then `inputs`. batch: the
+    micro-batch, with this rank's tokens in its loss columns. output: token losses, by cross entropy
+    or by the loss that wrap_reference() got; logits if the inputs have no labels; scores if the
+    model has a value head."""
 
     def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any]]:
         batch = next(data_iterator)
@@ -193,9 +199,9 @@ def collecting(
 
 
 def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -> torch.Tensor:
-    """Combine rows that ranks computed into one CPU tensor on every rank. zeros: [rows, ...],
-    filled in place. found: [(row indices, values)] of this rank; each row must come from one data-
-    or context-parallel rank only. Collective."""
+    """Combine rows that ranks computed into one tensor, on the CPU of every rank. zeros: [rows,
+    ...] on this rank's device, filled in place. found: [(row indices, values)] that this rank
+    computed; a row must come from one data- or context-parallel rank alone. Collective."""
     for numbers, values in found:
         zeros[numbers] = values
     return backend.reduce(zeros.flatten()).view(zeros.shape).cpu()
@@ -205,13 +211,13 @@ def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -
 
 
 def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
-    """Sum token losses [b, s] -> (loss to differentiate, number of trained tokens int32, pairs to
-    log). The pairs are this rank's [sum, tokens]: "loss", and with multi-token prediction (losses
-    [b, s, 1 + layers]) "mtp_loss".
+    """Sum token losses -> (loss to differentiate, number of trained tokens int32, {metric: [sum,
+    tokens]} of this rank). losses: [b, s]. labels: [b, s]. With multi-token prediction, losses are
+    [b, s, 1 + layers] and labels a part_mtp.Targets; there is then a metric "mtp_loss" beside
+    "loss", and the loss has the prediction layers' losses, weighted.
 
-    The loss also has the weighted losses of multi-token prediction. Loss and number are changed by
-    over_context_parallel(), which may be collective, and the loss is scaled so that the backend's
-    mean over micro-batches comes out right."""
+    backend.over_context_parallel(), which may be collective, changes loss and number; the loss is
+    also scaled so that the backend's mean over micro-batches comes out right."""
     metrics = {}
     more = 0.0
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
@@ -233,8 +239,9 @@ def count_labels(batch: Batch) -> int:
 
 
 def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbers:
-    """The Numbers for an objective's metrics, on this rank's device: the (sum, count) pairs of
-    micro-batches' `metrics`, added up; counts of tokens are 0."""
+    """Make the Numbers (sums and counts in one vector) for an objective's metrics, on this rank's
+    device. metrics: (sum, count) pairs by name, of each micro-batch, which are added up. Counts of
+    tokens are 0. objective: the trainer, or another object with metrics_keys."""
     return Numbers.zeros(objective.metrics_keys, parallel.device()).add_metrics(metrics)
 
 
@@ -255,8 +262,8 @@ def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> 
 
 
 def save_tokenizer(folder: Path, tokenizer: Any = None) -> None:
-    """Write the tokenizer's files on the main rank, if there is a tokenizer; files of other names
-    stay. Collective."""
+    """Write the tokenizer's files into a folder, on the main rank; files of other names there stay.
+    Without a tokenizer nothing is written. Collective."""
     if tokenizer is not None and parallel.is_main():
         with replacing(folder) as beside:
             tokenizer.save_pretrained(beside)

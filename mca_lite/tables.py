@@ -132,8 +132,8 @@ TEMPLATES = {
 
 
 def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
-    """Raise ValueError if `table` already has a row called `name`. kind: the kind of row, for the
-    message."""
+    """Raise ValueError if a name is in use: `table` has it already. kind: what the name is for,
+    such as "key" or "column", for the message."""
     if name in table:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
 
@@ -161,8 +161,9 @@ BUILT_IN_FOR: dict[str, str] = {}  # another trainer's chat template -> the buil
 
 
 def foreign_key(name: str) -> ForeignKey | None:
-    """The FOREIGN_KEYS row for another trainer's key, found by name or by a pattern such as
-    "hub_*"; None if there is none."""
+    """Look up a configuration key of another trainer -> its row of FOREIGN_KEYS, which tells why
+    the key has no effect here; None for a key without a row. A row's name may be a pattern such as
+    "hub_*"."""
     return next((row for key, row in FOREIGN_KEYS.items() if fnmatchcase(name, key)), None)
 
 
@@ -253,8 +254,8 @@ ANSWER_LABEL = "answer_label"  # column with the label of a labelled answer
 
 
 def _nothing(*args: Any) -> str:
-    """Return "" for any arguments. Objectives without rules of their own, or without text for the
-    start summary, have this default."""
+    """Return "" for any arguments: the default of an Objective's functions check_keys, check_run
+    and describe."""
     return ""
 
 
@@ -389,8 +390,8 @@ class Optimizer(NamedTuple):
     of_matrices: tuple[str, ...] = ()
 
     def new(self, groups: ParamGroups, args: Any) -> Any:
-        """Build the torch optimizer for parameter groups, dicts with "params". args:
-        TrainingArguments."""
+        """Build the torch optimizer by the row's `make`. groups: parameter groups, dicts with
+        "params". args: TrainingArguments."""
         return function_of(self.make)(groups, args)
 
     def states_of(self, parameter: Any) -> tuple[str, ...]:
@@ -412,15 +413,15 @@ def register_optimizer(
     aliases: tuple[str, ...] = (),
     **fields: Any,
 ) -> None:
-    """Add an optimizer: `optim: <name>` then trains with the one that `make` builds, on both
-    backends. It updates float32 weights, which are masters if the model's weights have 16 bits.
+    """Add an optimizer: `optim: <name>` then trains with it, on both backends. It updates float32
+    weights; if the model's weights have 16 bits, these are masters.
 
+    make(groups, args): builds the torch optimizer for parameter groups and TrainingArguments.
     aliases: other names for it.
-    fields: fields of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
+    fields: more fields of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
 
     Call it on every rank before the configuration is parsed. ValueError for a name that exists,
-    TypeError if `make` cannot be called or for wrong fields.
-    """
+    TypeError if `make` cannot be called or for wrong fields."""
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
     lowered = [alias.lower() for alias in aliases]
@@ -450,14 +451,15 @@ def _adam_of_halves(groups: ParamGroups, args: Any) -> Any:
 
 
 def numbers_of_adam(args: Any) -> dict[str, Any]:
-    """Adam's keyword arguments lr, betas and eps, from TrainingArguments."""
+    """Adam's keyword arguments lr, betas and eps, as a dict. args: TrainingArguments, whose values
+    they have."""
     betas = args.adam_beta1, args.adam_beta2
     return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
 def bytes_of_states(args: Any, names: Iterable[str]) -> float:
-    """Bytes that an optimizer's state tensors `names` take per value of a parameter, from
-    TrainingArguments."""
+    """Memory that optimizer states take, in bytes per value of a parameter. names: of the states,
+    such as "exp_avg". args: TrainingArguments, which may set a smaller dtype for a state."""
     widths = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}  # 64 values share a float32 scale
     return sum(widths[getattr(args, f"{name}_dtype", "fp32")] for name in names)
 
@@ -541,8 +543,8 @@ class Column:
 
     @property
     def is_registered(self) -> bool:
-        """True if the objects in any dataset's files may have the column as a field of its name,
-        like columns that user scripts register."""
+        """True if records in a dataset's files may have a field of the column's name: "record" is
+        in given_by, as it is by default for columns that user scripts register."""
         return "record" in self.given_by
 
 
@@ -579,13 +581,13 @@ COLUMNS = {
 
 
 def is_of_inputs(name: str) -> bool:
-    """True for a column with rows for inputs other than text, such as pixels."""
+    """True if a column of this name holds inputs other than text, such as pixels."""
     return name in COLUMNS and COLUMNS[name].per == "input"
 
 
 def other_columns(*read: str) -> tuple[str, ...]:
-    """Names of columns that losses of this package read, such as "reference" or "advantage",
-    without those in `read`: a trainer whose loss reads only the latter would ignore the others."""
+    """Names of the columns that losses of this package read, such as "reference" or "advantage",
+    except those in `read`. A trainer whose loss reads only those in `read` would ignore these."""
     of_losses = (
         ANSWER_LABEL,
         "reference",
@@ -621,6 +623,6 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
 
 
 def registered_columns() -> dict[str, Column]:
-    """{name: Column} for the columns with is_registered, such as those that user scripts
-    registered."""
+    """The columns that records in a dataset's files may have as fields, such as those that user
+    scripts registered: {name: Column}."""
     return {name: column for name, column in COLUMNS.items() if column.is_registered}

@@ -108,16 +108,16 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
 
 def _run_of(folder: Path) -> Path:
-    """The output_dir of the run that wrote a checkpoint folder, where the run's tokenizer is; for
-    any other folder, the folder itself."""
+    """The folder with the tokenizer of a checkpoint's run: the parent of one named checkpoint-N or
+    set-aside-checkpoint-N; any other folder itself."""
     prefixes = f"{CHECKPOINT_PREFIX}-", f"set-aside-{CHECKPOINT_PREFIX}-"
     whole = folder.absolute()  # of "." too
     return whole.parent if whole.name.startswith(prefixes) else folder
 
 
 def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
-    """Copy the files that accompany weights: generation and processor files from folder `model`,
-    the tokenizer's from folder `tokenizer`."""
+    """Copy the files that accompany weights to `dst`: generation and processor files from folder
+    `model`, the tokenizer's from folder `tokenizer`."""
     copy_files(model, _NO_TOKENIZERS, dst)
     templates = [path.name for path in (tokenizer / _MORE_TEMPLATES).glob("*.jinja")]
     names = [f"{_MORE_TEMPLATES}/{name}" for name in sorted(templates)]
@@ -128,12 +128,12 @@ def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
     """Merge a LoRA adapter into the weights of the Hugging Face model `src`, and write the result
-    to `dst` -> a line to print.
+    to `dst` -> a line to print. src: a folder or hub name. adapter: the adapter's folder.
 
-    W + scale * B A is computed in float32 and stored in W's dtype, or in config.json's if the base
-    is quantised. Raises ValueError if dst is not empty, if src is missing or has no safetensors, or
-    if the adapter does not fit src or, if it has one, its manifest; OSError if src has no
-    config.json.
+    W + scale * B A is computed in float32 and stored in W's dtype; for a quantised base in the
+    dtype that config.json names. Raises ValueError if dst is not empty, if src is missing or has no
+    safetensors, or if the adapter does not fit src. An adapter with a manifest must fit that too.
+    OSError if src has no config.json.
     """
     _refuse_full(dst)
     resolve_folder(src)
@@ -176,7 +176,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
 
 def _config_of(folder: Path, adapter: Path | str | None) -> Any:
-    """The transformers config of a model folder, with a value head added if the adapter has one."""
+    """Load the transformers config of a model folder. If `adapter` (a folder or None) has a value
+    head, the config gets one too."""
     from .model_config import add_value_head, load_hf_config
 
     config = load_hf_config(str(folder))
@@ -214,8 +215,9 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
 
 
 def _logits(folder: str, tokens: Any, vocab_size: int, adapter: str | None = None) -> Any:
-    """The logits of a folder's model for `tokens`, in float32; of a reward model, its scores.
-    adapter: a LoRA adapter to add unmerged."""
+    """Run tokens through the model in `folder` -> its logits in float32; for a reward model, its
+    scores. tokens: [b, s]. vocab_size: with an adapter, the vocabulary grows to this size if it is
+    smaller. adapter: folder of a LoRA adapter to add unmerged; None: none."""
     import torch
 
     from .model import load_torch_model  # supports types that transformers lacks
@@ -269,8 +271,9 @@ def _load(folder: Path, dtype: Any = None) -> Any:
 
 
 def _load_earlier(folder: Path, args: Any) -> Any:
-    """Load the model in a checkpoint that an earlier version of this package wrote. Raises
-    ValueError for an index that cannot be trusted."""
+    """Load the model from a checkpoint folder that an earlier version of this package wrote, with a
+    pickled index. args: TrainingArguments. Raises ValueError for an index that cannot be trusted.
+    """
     from . import parallel
     from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron
     from .model import build_chunks
@@ -299,7 +302,8 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """An unpickler for untrusted files, which runs no code that the pickle names."""
+    """An unpickler for untrusted files, which runs no code that the pickle names. Objects become
+    stand-ins (_Inert); torch.Size becomes list, and another name in torch becomes its text."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):

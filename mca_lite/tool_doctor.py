@@ -53,8 +53,8 @@ NEEDS = {
 
 
 class Finding(NamedTuple):
-    """The result of one check. level: 0 fine, 1 warning, 2 problem. remedy: advice for levels above
-    0."""
+    """The result of one check of this machine, such as "GPU 0" or "open files". level: 0 fine, 1
+    warning, 2 problem. remedy: advice, shown if the level is above 0."""
 
     subject: str
     text: str
@@ -67,8 +67,8 @@ class Finding(NamedTuple):
 
 
 def main(words: list[str]) -> int:
-    """Run the checks of this machine and print them -> exit code. Collective if there are several
-    ranks."""
+    """The command `doctor`: check this machine, print the findings -> exit code. words: the command
+    line's. Collective if there are several ranks."""
     parser_of("doctor", __doc__).parse_args(words)
     return finish(_doctor)
 
@@ -91,7 +91,8 @@ def _doctor() -> int:
 
 
 def _guarded(check: Callable[[], Iterator[Finding]], remedy: str) -> list[Finding]:
-    """The findings of a check. If the check itself raises, one finding of level 2 with `remedy`."""
+    """Run a check -> its Findings. If the check itself raises an error, the result is one Finding
+    of level 2 (problem), with the error and with `remedy` as its advice."""
     try:
         return list(check())
     except Exception as error:
@@ -155,8 +156,9 @@ def devices() -> Iterator[Finding]:
 
 
 def models_of(memory: float) -> str:
-    """Text with the largest model in NEEDS that a GPU with so many bytes of memory trains, for each
-    of its ways in which one fits."""
+    """Text for the user that says which models a GPU can train: for each way of training in NEEDS,
+    the largest model that fits; ways in which none fits are left out. memory: the GPU's, in
+    bytes."""
     largest = {}
     for way, needs in NEEDS.items():
         for model, gib in needs.items():
@@ -205,8 +207,8 @@ def compiler() -> Iterator[Finding]:
 
 
 def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:
-    """The reason why an installed Python module does not work, as why_not() returns it; None if the
-    module works. ABSENT if it is not installed."""
+    """Say why an installed Python package does not work: the reason that why_not() returns. None if
+    it works; ABSENT if it is not installed. module: the name under which it is imported."""
     from .kernels import ABSENT
 
     return why_not() if importlib.util.find_spec(module) is not None else ABSENT
@@ -223,8 +225,9 @@ def engine() -> Iterator[Finding]:
 
 
 def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
-    """Judge a pair of versions, of Transformer Engine and megatron-core; an untested pair is a
-    warning. fits: specifier of the Transformer Engine versions that this megatron-core takes."""
+    """Check whether two versions fit together: `engine` of Transformer Engine and `megatron` of
+    megatron-core. A pair that was not tested is a warning. fits: the versions of Transformer Engine
+    that this megatron-core takes, such as ">=2.9,<2.12"."""
     from packaging.specifiers import SpecifierSet
 
     from .mcore import RUN_WITH_ENGINE
@@ -264,8 +267,8 @@ def limits() -> Iterator[Finding]:
 
 
 class Link(NamedTuple):
-    """A measured all-reduce. ranks: number of ranks. is_right: True if this rank's sums were right
-    in every repetition. gb_per_s: GB/s that each rank sends."""
+    """Result of a measured all-reduce. backend: "nccl" or "gloo". ranks: number of ranks. is_right:
+    True if this rank's sums were right in every repetition. gb_per_s: GB/s that each rank sends."""
 
     backend: str
     ranks: int
@@ -274,8 +277,8 @@ class Link(NamedTuple):
 
 
 def messages() -> Iterator[Finding]:
-    """Measure an all-reduce over this world's ranks. A single rank measures two ranks that it
-    starts instead. Collective."""
+    """Check how fast an all-reduce over this run's ranks is, and that its sums are right. A single
+    rank starts two processes instead, and measures between them. Collective."""
     from . import parallel
 
     if world.current().size == 1:

@@ -30,8 +30,8 @@ _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
 
 
 def main(words: list[str]) -> int:
-    """Answer the evaluation set, or the prompts in a file, as the command line says ->
-    exit code."""
+    """The command `generate`: let a trained model answer the evaluation set, or the prompts of a
+    file. words: the command line's. Returns the exit code."""
     parser = parser_of("generate", __doc__)
     add = parser.add_argument
     number = at_least(1)
@@ -141,9 +141,9 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 class _Speaker:
-    """One model in a chat, with its own history of the conversation. name: "before", "trained", or
-    "" if there is one model. options: the command line's. keys: the run's keys, such as
-    default_system."""
+    """One model in a chat, with its own history of the conversation. name: "before" (the model
+    before training), "trained", or "" if there is one model. options: the command line's. decoding:
+    how answers are generated. keys: the run's keys, such as default_system."""
 
     def __init__(self, name: str, options: Any, decoding: Any, keys: Any) -> None:
         from .inputs import inputs_of
@@ -257,8 +257,8 @@ def _line(text: str) -> str:
 
 
 def _result(rows: list[dict[str, Any]], name: str) -> str:
-    """A report line with the share of prompts whose generated text, row[name], equals
-    row["expected"] except for white space at the ends. If no row has an expected text, the line
+    """A line for the report: the share of prompts whose generated text, row[name], equals
+    row["expected"], apart from white space at the ends. If no row has an expected text, the line
     says so."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
@@ -276,9 +276,10 @@ _Sample = tuple[list[int], str | None, dict[str, Any]]
 def _samples(
     arguments: Any, file: str | None, model: Any, tokenizer: Any, media: Any
 ) -> list[_Sample]:
-    """(prompt's token ids, expected answer or None, prompt's pictures) for each sample of `file`;
-    without a file, for each with loss in the evaluation set, with its last answer as expected.
-    media: the model's. Without a file, ConfigError for a stage whose documents have no answers."""
+    """The prompts to answer, each with (token ids, expected answer or None, columns of its
+    pictures). They are the records of `file`. Without a file they are the samples of the evaluation
+    set that have loss; their last answer is the expected one. media: handles the model's pictures.
+    Without a file, ConfigError for a stage whose documents have no answers."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage
@@ -292,9 +293,9 @@ def _samples(
 
 
 def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
-    """The samples of eval_dataset or val_size, tokenised as for training but unpacked and with loss
-    on answers alone. ConfigError if there are none, or if the samples of val_size have trained
-    prompts."""
+    """The samples of eval_dataset or val_size, tokenised as for training, but unpacked and with
+    loss on answers alone. media: handles the model's pictures. ConfigError if there are none, or if
+    the run trains on prompts and its samples are those of val_size."""
     from .data import load_datasets
 
     data = copy.copy(arguments.data)
@@ -312,8 +313,9 @@ def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
 
 
 def _of_file(file: str, tokenizer: Any, data: Any, media: Any) -> list[_Sample]:
-    """(prompt's token ids, expected answer or None, prompt's pictures) for each record of a file.
-    data: DataArguments. media: the model's. ConfigError if the file has no record."""
+    """The prompts in a file, one per record: (token ids, expected answer or None, columns of its
+    pictures). data: DataArguments. media: handles the model's pictures. ConfigError if the file has
+    no record."""
     from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
     from .data_records import detect_format, prompt_and_answer

@@ -61,9 +61,10 @@ _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9f
 
 
 class Decoding(NamedTuple):
-    """Settings for an answer: the most tokens that it may have, and how each token is chosen. None:
-    as in the model's generation_config.json, or MAX_NEW_TOKENS if that has no max_new_tokens.
-    temperature 0: without sampling (greedy), whatever top_p is."""
+    """Settings for generating an answer: the most tokens that it may have, and how each token is
+    chosen. A field that is None is taken from the model's generation_config.json; without a
+    max_new_tokens there the limit is MAX_NEW_TOKENS. temperature 0 means greedy, without sampling,
+    whatever top_p is."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -82,20 +83,19 @@ def load_for_generation(
     before: bool = False,
     trusted: Collection[str | None] = (),
 ) -> tuple[Any, Any]:
-    """Load a model for generate() -> (transformers model in evaluation mode, tokenizer), in the
-    dtype that its config.json names, or float32.
+    """Load a model for generate() -> (transformers model in evaluation mode, tokenizer). Its dtype
+    is the one that its config.json names, otherwise float32.
 
     path: a folder or hub name of a model in Hugging Face's format, or of an adapter, which is
-    merged into its base in memory.
-    before: if True, load the model as it was before training, with the tokenizer of `path` if it
-    has one.
-    base: where the model before training, or the adapter's base, is; None: as the run's config.yaml
-    or the adapter says.
+    merged into its base model in memory.
+    before: True to load, in place of the trained model in `path`, the model from which it was
+    trained. The tokenizer is that of `path` if it has one.
+    base: folder or hub name of the adapter's base, or with `before` of the model before training;
+    None: as the run's config.yaml or the adapter says.
     trusted: names of models that may run code.
 
     Raises ValueError if the folder has neither a model nor an adapter, if the model is a reward
-    model, or if adapter and base do not fit together.
-    """
+    model, or if adapter and base do not fit together."""
     disable_progress_bar()
     folder = resolve_folder(str(path))
     is_adapter = (folder / ADAPTER_CONFIG_NAME).is_file()
@@ -142,9 +142,10 @@ def load_for_generation(
 
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
-    """(name, folder) of the model from which the run or adapter in `folder` was trained. base: its
-    name if the user gave one. ConfigError if the model is unknown or cannot be found. keys: the
-    run's keys about the model that it started from."""
+    """Find the model from which the run or adapter in `folder` was trained -> (its name, its
+    folder). base: the name that the user gave; None: look into `keys`, then into the adapter's
+    config. keys: those configuration keys of the run that say from which model it started.
+    ConfigError if no name is known, or the model cannot be found."""
     of_adapter = json_if_there(folder / ADAPTER_CONFIG_NAME)
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
     if not name:
@@ -157,21 +158,21 @@ def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str,
 
 
 def _run_folder(folder: Path) -> Path:
-    """The output_dir of a run, given the folder of its model, a checkpoint or an export
-    inside it."""
+    """The output_dir of the run to which `folder` belongs: `folder` itself, or the one around it if
+    its name is that of a checkpoint, an export or a merged model inside an output_dir."""
     while re.fullmatch(rf"merged|{HF_FOLDER}|{CHECKPOINT_PREFIX}-.*", folder.name):
         folder = folder.parent
     return folder
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """Read the named keys (separated by spaces) from the config.yaml of a folder's run, if there is
-    one, as attributes; every other key has its default ("" if it is required). Prints the keys that
-    were found.
+    """Read some configuration keys from the config.yaml of the run to which `folder` belongs -> an
+    object with the keys as attributes. names: the keys to read, separated by spaces; all other
+    keys, and those that the file lacks, have their defaults ("" if a key is required). The keys
+    that were found are printed.
 
     The user did not name that file, so callers must not let models that it names run code. Raises
-    ConfigError if the file cannot be read, or a value does not fit its key.
-    """
+    ConfigError if the file cannot be read, or a value does not fit its key."""
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     written = read_config_file(path) if path.is_file() else {}
     taken = {name: written[name] for name in names.split() if written.get(name) is not None}
@@ -188,9 +189,9 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ValueError if a value of _NUMBERS in generation_config.json, such as temperature, is
-    neither a number, a boolean nor, for eos_token_id, a list of them, or if max_new_tokens is below
-    1."""
+    """Check the numbers in a model folder's generation_config.json, such as temperature. ValueError
+    if one is neither a number nor a boolean (eos_token_id may also be a list of them), or if
+    max_new_tokens is below 1."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = json_if_there(path)
     for key in _NUMBERS:
@@ -213,9 +214,9 @@ def _note(text: str) -> None:
 def prompt_ids(
     tokenizer: Any, messages: list[Message], enable_thinking: bool | None = None
 ) -> list[int]:
-    """The tokens of a conversation up to the assistant's answer; without a chat template, the
-    tokens of the last message's text. enable_thinking: a variable of the template; None: not
-    passed."""
+    """Make a prompt's token ids from a conversation, up to where the assistant's answer begins.
+    Without a chat template, only the text of the last message is used. enable_thinking: passed to
+    the chat template as a variable of this name; None: not passed."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]["content"])
     keys = {}
@@ -262,9 +263,10 @@ def last_turn(document: dict[str, Any]) -> tuple[list[int], list[int]] | None:
 def pictures_before(
     document: dict[str, Any], ids: list[int], model: Any
 ) -> dict[str, torch.Tensor]:
-    """The columns (such as pixel_values) of the pictures, videos and audio in a document's prompt;
-    {} if there is none. ids: the prompt, which is the document's beginning. ValueError if the
-    document's pixels were not read on this rank."""
+    """Select the inputs that belong to a document's prompt: the columns, such as pixel_values, for
+    the pictures, videos and audio in it; {} if there are none. document: a sample's columns. ids:
+    the prompt's tokens, with which the document begins. ValueError if this rank has not read the
+    document's pixels."""
     if not any(map(is_of_inputs, document)):
         return {}
     from .part_pictures_data import COLUMNS_OF, merged_grids
@@ -292,9 +294,10 @@ def pictures_before(
 def turns_of(
     dataset: Any, numbers: Iterable[int], model: Any, tokenizer: Any
 ) -> list[tuple[Any, ...]]:
-    """(sample index, prompt tokens, answer text, prompt pictures) for the last answer with loss in
-    each of the samples with indices `numbers`; in a preference pair, for the chosen answer. Samples
-    without loss are skipped."""
+    """Find a prompt and its expected answer in each of some samples: a list of (sample index,
+    prompt tokens, answer's text, pictures in the prompt as from pictures_before). The answer is the
+    last one with loss, in a preference pair that of the chosen document. Samples without loss are
+    left out. numbers: the samples' indices."""
     stop = stop_ids(model, tokenizer)
     turns = []
     for number in numbers:
@@ -334,9 +337,9 @@ def answers(
     batch_size: int = 32,
     pictures: Sequence[dict[str, Any]] = (),
 ) -> list[str]:
-    """The text generated after each prompt, without special tokens. model: in evaluation mode.
-    pictures: for each prompt the columns of its images and videos, {} if it has none; () if no
-    prompt has any."""
+    """Generate a text after each prompt -> the texts, without special tokens. model: in evaluation
+    mode. prompts: token ids. pictures: for each prompt the columns of its images and videos, such
+    as pixel_values, or {} if it has none; () if no prompt has any."""
     stop = stop_ids(model, tokenizer)
     rows = continuations(model, prompts, stop, decoding, batch_size, pictures=pictures)
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
@@ -351,14 +354,14 @@ def continuations(
     streamer: Any = None,
     pictures: Sequence[dict[str, Any]] = (),
 ) -> list[list[int]]:
-    """The new tokens after each prompt, up to the first one in `stop`.
+    """Generate tokens after each prompt -> the new tokens, up to the first one in `stop`, which is
+    left out.
 
-    Generation also ends at the model's last position, but makes at least one token. Prompts of
-    similar length share a batch [b, s], padded on the left, because generation continues at the end
-    of a row. streamer: a transformers streamer, for a single prompt. pictures: for each prompt the
-    columns of its images and videos, such as pixel_values, {} if it has none; () if no prompt has
-    any.
-    """
+    Generation also ends at the limit of new tokens and at the model's last position, but makes at
+    least one token. Prompts of similar length share a batch [b, s], padded on the left, because
+    generation continues at the end of a row. streamer: a transformers streamer, for a single
+    prompt. pictures: for each prompt the columns of its images and videos, such as pixel_values, or
+    {} if it has none; () if no prompt has any."""
     config = _generation_config(model, stop, decoding)
     text_config = model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
@@ -379,8 +382,9 @@ def continuations(
 
 
 def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator[list[int]]:
-    """Yield batches of prompt indices. A batch has up to `size` prompts of similar length, all with
-    the same limit of new tokens, because generate() takes one limit per batch."""
+    """Yield batches of prompts, each as a list of prompt indices. A batch has up to `size` prompts
+    of similar length. All have the same limit of new tokens, because generate() takes one limit per
+    batch. limits: these limits, one for each prompt."""
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     for _, group in itertools.groupby(order, key=limits.__getitem__):
         alike = list(group)
@@ -391,8 +395,9 @@ def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator
 def _joined(
     pictures: list[dict[str, Any]], ids: torch.Tensor, model: Any
 ) -> dict[str, torch.Tensor]:
-    """generate()'s keyword arguments for the pictures in a batch of prompts `ids` [b, s]; {} if
-    there are none."""
+    """Join the pictures of a batch of prompts into keyword arguments for generate(); {} if there
+    are none. pictures: for each prompt its columns, such as pixel_values, or {}. ids: the padded
+    prompts, [b, s]."""
     columns = list(filter(None, pictures))
     if not columns:
         return {}
@@ -541,8 +546,9 @@ class Answers(TrainerCallback):
         return sorted(everyone, key=lambda line: line["index"])
 
     def _whole_model(self) -> Any:
-        """The whole model on this rank, as a transformers model: on megatron-core an export to
-        output_dir that is loaded and deleted, which is collective."""
+        """Get the whole model on this rank, as a transformers model. The torch backend has it
+        already. On megatron-core it is exported to a folder in output_dir, loaded from there on
+        every rank, and the folder is deleted; that is collective."""
         trainer = self.trainer
         backend = trainer.backend
         if backend.name == "torch":

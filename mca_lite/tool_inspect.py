@@ -92,8 +92,9 @@ def _inspect(words: list[str], options: Any) -> int | None:
 
 
 def _read(words: list[str]) -> tuple[Any, str]:
-    """(run.Plan, message for a bad record that would stop a run, or ""). If there is such a record,
-    the plan skips bad records. ConfigError for a run with streaming, ValueError if too many are bad
+    """Plan the run that the command line `words` configures, to look at its data -> (run.Plan,
+    message for a bad record that would stop a run, or ""). If there is such a record, the plan
+    skips bad records. ConfigError for a run with streaming, ValueError if too many records are bad
     or something else would stop the run."""
     arguments = _arguments(words)
     if arguments.streaming:

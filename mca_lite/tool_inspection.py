@@ -50,8 +50,9 @@ _TAIL = 16  # an end of turn is searched in this many tokens
 
 
 class Side(NamedTuple):
-    """A piece of a sample to show: its name, (text, True if trained) for each run of tokens, and
-    (data: URL, caption) for each picture."""
+    """A piece of a sample to show, such as the rejected answer of a pair. name: its heading. runs:
+    its text in pieces, each with True if the piece is trained. pictures: (data: URL, caption) for
+    each picture."""
 
     name: str
     runs: list[tuple[str, bool]]
@@ -59,9 +60,10 @@ class Side(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample of a dataset to show. number: its index. sides: its text as one piece; for a
-    preference pair the common beginning, then the rest of the chosen and of the rejected answer.
-    problems: names in PROBLEMS."""
+    """A sample of a dataset to show. number: its index in the dataset. sides: one with the whole
+    text; for a preference pair three: the beginning that both documents share, the rest of the
+    chosen one, and the rest of the rejected one. problems: the problems found in it, as names in
+    PROBLEMS."""
 
     number: int
     sides: list[Side]
@@ -69,8 +71,9 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row: its index, (sample index, number of tokens) for each sample in it, and how many
-    tokens it has room for."""
+    """A packed row, in which several samples may be joined. number: its index. samples: (sample
+    index, number of tokens) for each sample in it. capacity: the number of tokens that it has room
+    for."""
 
     number: int
     samples: list[tuple[int, int]]
@@ -79,12 +82,13 @@ class Row(NamedTuple):
 
 @dataclass
 class Part:
-    """Facts about one dataset of a run, for training or evaluation.
+    """Facts about one dataset of a run, for training or evaluation, to show to the user.
 
-    bars: (range of lengths, count of documents). problems: {name in PROBLEMS: indices of samples
-    (of texts, if rows are cut from joined texts)}. packing: a sentence. rows: some packed rows; []
-    if samples are not packed. pictures: counts as text; "" if there are none.
-    """
+    bars: a histogram of document lengths, as (range of lengths, count). problems: {name in
+    PROBLEMS: indices of the samples that have it}. packing: a sentence on how samples become rows.
+    rows: some of the packed rows; [] if samples are not packed. pictures: their number, as text; ""
+    if there are none. samples: the samples to show. If texts are joined and then cut into rows,
+    bars and problems are about the texts."""
 
     name: str
     pictures: str = ""
@@ -96,9 +100,10 @@ class Part:
 
 
 class DataInspector:
-    """Collects facts about the datasets of a run.Plan, such as duplicates. shown: how many samples
-    to show per dataset; the first one with each problem is added, except of joined texts. Sets the
-    media's is_read to False."""
+    """Collects facts about the datasets of a planned run, such as duplicate samples. shown: how
+    many samples per dataset to show, from the first on. The first sample with each problem is shown
+    too, unless texts are joined and then cut into rows. Sets is_read of the plan's media (the
+    reader of images) to False, so that only the pictures of shown samples are read."""
 
     def __init__(self, plan: Plan, shown: int) -> None:
         self.shown = shown
@@ -116,8 +121,9 @@ class DataInspector:
         self.media.is_read = False  # only the shown samples' pictures are read
 
     def records(self) -> dict[str, int]:
-        """{"read": number of records read from the files of all datasets, then each defect: number
-        of records, or of samples made from them, that have it}."""
+        """Counts over the files of all datasets: {"read": number of records read, then for each
+        kind of defect, such as "truncated": number of records, or of samples made from them, that
+        have it}."""
         tallies = {}
         for dataset in self.sets.values():
             tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
@@ -154,21 +160,23 @@ class DataInspector:
             yield part
 
     def _ends_of_texts(self, shard: Any) -> np.ndarray:
-        """Indices in shard.tokens just after each eos token, with which each joined text ends."""
+        """Find the ends of the texts in a shard (a dataset's tokens), in which texts are joined
+        with an eos token after each -> the indices just after each eos."""
         return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
-        """Counts of input tokens of the dataset's documents; of all tokens of its texts, if rows
-        are cut from joined texts."""
+        """The lengths for the histogram: the number of input tokens of each document; if texts are
+        joined and then cut into rows, the number of tokens of each text."""
         if not self.joins:
             return dataset.document_lengths.ravel()
         ends = map(self._ends_of_texts, dataset.shards)
         return np.concatenate([np.diff(of_shard, prepend=0) for of_shard in ends])
 
     def _scan(self, dataset: TokenDataset, part: Part, trained_on: set[int]) -> set[int]:
-        """Find problems in each sample (or joined text) of a dataset, and set part.problems and
-        part.pictures, in place -> hashes of the samples. trained_on: hashes of the training data's
-        samples."""
+        """Look for problems in each sample of a dataset, and set part.problems and part.pictures,
+        in place -> hashes of the samples. If texts are joined and then cut into rows, each text
+        counts as a sample. trained_on: the hashes of the training data's samples, to find samples
+        that are there too."""
         part.problems = {name: [] for name in PROBLEMS}
         hashes: set[int] = set()
         num_tokens: collections.Counter[str] = collections.Counter()
@@ -191,17 +199,19 @@ class DataInspector:
         return hashes
 
     def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter[str]) -> None:
-        """Add the numbers of a document's tokens, of its placeholder tokens and of their runs, as
-        "pictures", to `counts`."""
+        """Add to `counts` the numbers of one document: "all" (of its tokens), "placeholders" (of
+        the tokens that stand for pictures and the like), "pictures" (of unbroken runs of
+        placeholders). tokens: the document's, int64 [n]."""
         is_image = np.append(np.isin(tokens, self.media.token_ids), False)
         counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
         counts["placeholders"] += int(is_image.sum())
         counts["all"] += len(tokens)
 
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
-        """Yield (sample number, documents) for each sample, once even if a mix repeats it. A
-        document is (tokens int64 [n], bool [n], True for tokens with loss). If rows are cut from
-        joined texts, yield each text, up to an eos, in place of a sample, as one document."""
+        """Yield (number, documents) for each sample in which to look for problems; a sample that a
+        mix repeats is yielded once. If texts are joined and then cut into rows, yield each text (up
+        to an eos) as a sample with one document. A document is (tokens int64 [n], bool [n], True
+        for tokens with loss)."""
         if not self.joins:
             for number in np.sort(np.unique(dataset.indices, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
@@ -213,8 +223,8 @@ class DataInspector:
             yield number, [(text.astype(np.int64), np.ones(len(text), bool))]
 
     def _problems(self, tokens: np.ndarray, trained: np.ndarray) -> Iterator[str]:
-        """Yield the names in PROBLEMS of what is wrong inside one document, maybe repeated. tokens:
-        int64 [n]. trained: bool [n]."""
+        """Yield the problems inside one document, as names in PROBLEMS; a name may come several
+        times. tokens: int64 [n]. trained: bool [n], True for tokens with loss."""
         bos = self.tokenizer.bos_token_id
         is_bos = tokens == bos
         # if bos is also eos, it separates joined texts
@@ -261,8 +271,8 @@ class DataInspector:
         return Sample(number, sides, problems)
 
     def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
-        """(data: URL, caption) for each picture, and each video by a frame, in the first document
-        of a sample."""
+        """The pictures of a sample to show: (data: URL, caption) for each one in its first
+        document. A video is shown by one frame. number: the sample's index in the dataset."""
         if not self.media.block:
             return []
         index = int(dataset.indices[number])
@@ -296,10 +306,10 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def check(arguments: RunArguments) -> None:
-    """Print what a run in a world of WORLD_SIZE ranks begins with: model and data; if the run
-    trains, also its steps, each rank's first batches and the tensors of each pipeline stage. Raises
-    the errors that it finds in configuration, model files, data and checkpoints. Changes
-    arguments.data.cache_dir."""
+    """The dry run: print how a run on WORLD_SIZE ranks would begin, namely its model and data; if
+    the run trains, also its steps, each rank's first batches and the tensors of each pipeline
+    stage. Raises the errors that it finds in configuration, model files, data and checkpoints.
+    Changes arguments.data.cache_dir."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
@@ -504,8 +514,9 @@ def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _stages(plan: Plan) -> list[tuple[int, int, dict[str, Any]]]:
-    """(parameters, trained parameters, {(name, shape) of a tensor: its layers}) on a rank of each
-    pipeline stage; on plain torch there is one."""
+    """List the contents of one rank of each pipeline stage -> per stage (number of parameters,
+    number of trained parameters, {(name, shape) of a tensor: indices of the layers that have such a
+    tensor, [None] or [] outside layers}). On plain torch there is one stage."""
     config = plan.model.config
     finetuning = plan.model.finetuning
     if plan.arguments.backend.use_mca:

@@ -45,13 +45,14 @@ _PROGRAMS = {"swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
 
 
 class Row(NamedTuple):
-    """A row of a conversion table: what becomes of another trainer's key.
+    """A row of the conversion table for another trainer: what becomes of a key of its files.
 
-    tags: features that the file must have, joined by +; alternatives are separated by commas. keys,
-    values: patterns for the key and its value, separated by commas. words: this package's keys that
-    replace it, or key=value; "-": it has no effect; "!": it is refused; "datasets ...": see
-    _datasets. note: a reason or hint.
-    """
+    tags: features that the file must have, joined by +; alternatives are separated by commas.
+    keys, values: patterns, separated by commas, one of which the key or its value must match; no
+    values: any value matches.
+    words: this package's keys that replace it, or key=value; "-": it has no effect; "!": it is
+    refused; "datasets ...": it lists datasets, see _datasets.
+    note: a reason or hint."""
 
     tags: str
     keys: str
@@ -69,9 +70,11 @@ class Row(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A key of the other trainer's file, and what becomes of it. key, value: as in the file. keys:
-    {key of this package that replaces it: its value}. fate: "taken", "without effect", "refused" or
-    "unknown". note: the reason, or the nearest key."""
+    """A key of another trainer's file, and what becomes of it.
+
+    key, value: as in the file. keys: {key of this package that replaces it: its value}. fate:
+    "taken", "without effect", "refused" or "unknown". note: a reason or hint; for an unknown key,
+    the nearest key of this package."""
 
     key: str
     value: Any
@@ -147,10 +150,12 @@ def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _script(path: Path) -> tuple[str, dict[str, Any], str]:
-    """(name of the trainer, {option: raw value, and "method"}, beginning of the launching command)
-    for the first command of ms-swift, TRL or a Python script in a shell script. Of a plain
-    `if [ A = B ]`, without elif or an if inside, the branch that bash takes is read; of most others
-    all branches. UserError if there is no command, or a quotation is open."""
+    """Read the first command of ms-swift, TRL or a Python script in a shell script -> (name of the
+    trainer, {option: raw value, and "method"}, beginning of the command that launches it).
+
+    Of a plain `if [ A = B ]`, without elif or an if inside, the branch that bash takes is read; of
+    most other conditions all branches are. UserError if there is no command, or a quotation is
+    open."""
     text = path.read_text().replace("\\\n", " ")
     variables: dict[str, str] = {}
     is_left_out: bool | None = None  # None: no comparison is open
@@ -183,8 +188,9 @@ def _script(path: Path) -> tuple[str, dict[str, Any], str]:
 
 
 def _whole_lines(path: Path, text: str) -> Iterator[str]:
-    """The lines of a shell script. A line whose quotation is open is joined with those up to its
-    end. UserError if there is none."""
+    """Yield the lines of a shell script. A line whose quotation goes on is joined with the next
+    lines, up to the quotation's end; UserError if there is no end. path: named in the message.
+    text: the script."""
     held = ""
     for line in text.splitlines():
         held = f"{held}\n{line}" if held else line
@@ -208,8 +214,9 @@ def _quotient(number: str, divisors: str) -> int:
 
 
 def _program(word: str, rest: list[str]) -> tuple[str, str]:
-    """(trainer, method) if a trainer's command begins with `word`, such as ("TRL", "trl sft");
-    otherwise ("", ""). rest: the words after it."""
+    """Recognise the command that starts another trainer. word: a word of a command line. rest: the
+    words after it. Returns (trainer, method), such as ("TRL", "trl sft"), if such a command begins
+    with `word`; otherwise ("", "")."""
     name = Path(word).name
     if not any(option.startswith("--") for option in rest):
         return "", ""
@@ -237,10 +244,10 @@ def _options(words: list[str]) -> dict[str, Any]:
 
 
 def migrated(form: str, values: dict[str, Any]) -> list[Line]:
-    """One Line per key of the file, in order. Lines follow for absent keys for which the trainer's
-    table has a row, mostly because its default differs from this package's. form: name of that
-    trainer. values: {key: raw value}
-    of the file."""
+    """Translate another trainer's keys -> a Line (a key, and what becomes of it) per key of the
+    file, in order. More Lines follow for keys that the file lacks and for whose absence the
+    trainer's table has a row, mostly because their default differs from this package's. form: the
+    trainer's name. values: {key: raw value} of the file."""
     rows = [Row(*found) for found in ROW.findall(ROWS[form])]
     tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
     tags |= {key for key, value in values.items() if str(value) not in ("false", "0", "0.0")}
@@ -277,8 +284,9 @@ def _line(row: Row | None, key: str, value: Any) -> Line:
 
 
 def _looked_up(key: str, value: Any) -> Line:
-    """The Line for a key that no row of the trainer's table matches. It may be a key of this
-    package, an alias, or in FOREIGN_KEYS, also after "no_"; otherwise it is "unknown"."""
+    """Find out what becomes of a key that no row of the trainer's table matches -> a Line that says
+    it. The key may be one of this package, an alias of one, or a known key of others
+    (FOREIGN_KEYS), also after "no_". Any other key is "unknown"."""
     name = ALIASES.get(key, key)
     if name in key_fields():
         return Line(key, value, {name: value}, "taken", "")
@@ -294,10 +302,11 @@ def _looked_up(key: str, value: Any) -> Line:
 
 
 def _checked(line: Line, taken: dict[str, Any]) -> Line:
-    """The line itself, or the line marked as "refused" with a note: if a value is not valid for its
-    key of this package, or if an earlier line has set that key to another value. Keys with the same
-    value are left out, and a line without others has no effect. Adds the keys of an accepted line
-    to `taken`, {key: value}, in place."""
+    """Check a Line (a key, and what becomes of it) against this package's rules and the lines
+    before it. It becomes "refused", with a note, if a value is not valid for its key of this
+    package, or if an earlier line has set that key to another value. Keys that an earlier line has
+    set to the same value are left out; a line that loses all its keys so becomes "without effect".
+    taken: {key: value} of the lines so far; the keys of an accepted line are added, in place."""
     keys = {key: value for key, value in line.keys.items() if str(taken.get(key)) != str(value)}
     if line.keys and not keys:
         name = next(iter(line.keys))
@@ -313,8 +322,9 @@ def _checked(line: Line, taken: dict[str, Any]) -> Line:
 
 
 def _datasets(value: Any, key: str = "dataset", *stages: str) -> tuple[dict[str, Any], str, str]:
-    """(keys, fate, note) for a list of datasets: names, name#count of ms-swift, or axolotl's
-    mappings with a path. key: the key to set. stages: the stage to set too, if one is given."""
+    """Translate another trainer's list of datasets -> (keys of this package, fate, note). value:
+    names, name#count of ms-swift, or axolotl's mappings with a path. key: this package's key that
+    gets the list. stages: a value for the key `stage`, if it is to be set too."""
     keys: dict[str, Any] = {key: [], **dict(zip(["stage"], stages, strict=False))}
     notes = []
     for entry in as_list(value):

@@ -91,9 +91,9 @@ def _texts(values: dict[str, Any]) -> dict[str, str]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read run_summary.json, which a run writes about its state -> {key of _SUMMARY: value}, with
-    the keys that it has; "sections" is always there. Raises ValueError if the file or a value is
-    damaged."""
+    """Read run_summary.json, which a run writes about its state -> {key: value} for the keys of
+    _SUMMARY that the file has; "sections" is {} if the file lacks it. A missing file counts as an
+    empty one. Raises ValueError if the file or a value is damaged."""
     record = read_json(path) if is_there(path) else {}
     values: dict[str, Any] = {"sections": {}}
     for key, (wanted, fits) in _SUMMARY.items():
@@ -127,8 +127,8 @@ class RunFolder:
         return self
 
     def _try(self, name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
-        """Read a file of the folder with `read`, or return `otherwise` if that fails; `problems`
-        then has the reason."""
+        """Read a file of the run's folder -> the result of read(path). If that fails, returns
+        `otherwise`, and notes the reason in `problems`. name: the file's name."""
         try:
             return read(self.folder / name)
         except (OSError, ValueError, RecursionError) as error:  # nested too deep
@@ -215,13 +215,15 @@ FIRST = ("state", "step", "time left", "loss", "tokens/s")
 
 
 def metrics_of(run: RunFolder) -> list[Metric]:
-    """The metrics to show for a run: the rows of METRICS, and the loss of each dataset."""
+    """The metrics (log keys with a name and format) to show for a run: those in METRICS, and the
+    loss of each dataset in the run's log."""
     keys = dict.fromkeys(itertools.chain(*run.records))
     return [*METRICS, *(metric_of(key) for key in keys if key.startswith("loss/"))]
 
 
 def figures(run: RunFolder) -> dict[str, str]:
-    """{name: text} with a run's state, step and times, and figures for metrics_of() in its log."""
+    """A run in a few figures, as {name: text}: its state, step and times, and one figure for each
+    of metrics_of() that its log has."""
     texts = {"state": run.state(), "step": f"{run.step:,}"}
     if "max_steps" in run.summary:
         texts["step"] += f" of {run.summary['max_steps']:,}"
@@ -239,7 +241,8 @@ def figures(run: RunFolder) -> dict[str, str]:
 
 
 def beside(columns: Iterable[dict[str, str]]) -> dict[str, list[str]]:
-    """{name: its text in each column} for several {name: text}; "" if a column lacks the name."""
+    """Join several {name: text} into one table -> {name: [its text in each column]}. columns: one
+    {name: text} each. The text is "" if a column lacks the name."""
     columns = list(columns)
     names = dict.fromkeys(itertools.chain(*columns))
     return {name: [column.get(name, "") for column in columns] for name in names}
@@ -330,11 +333,11 @@ _compiled = functools.cache(_PAGES.from_string)
 
 
 def render(template: str, **context: Any) -> str:
-    """A page: a jinja2 template with {% extends "base" %} and the blocks style and body, filled in.
+    """Fill in a jinja2 template of a page -> the page's HTML. template: a text that has {% extends
+    "base" %} and the blocks style and body.
 
     context: `title`, `refreshes` (True: the browser reloads the page) and the template's names.
-    Texts are escaped; characters that XML does not allow are replaced.
-    """
+    Texts are escaped; characters that XML does not allow are replaced."""
     text = _compiled(template).render(context)
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
@@ -470,8 +473,9 @@ def page(runs: Sequence[RunFolder]) -> str:
 
 
 def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
-    """{prompt: {"expected": ..., "before": ..., run name: its answer}} from the runs' generated
-    answers, with the answers' other keys."""
+    """Join the answers that several runs generated, to compare them -> {prompt: {"expected": ...,
+    "before": ..., run name: its answer}}. A prompt's dict also has the other keys of the generated
+    samples."""
     rows: dict[str, dict[str, str]] = {}
     for run in runs:
         for sample in run.samples():
@@ -488,8 +492,8 @@ _FEW = 20  # a curve with at most this many points is not smoothed
 
 
 def _charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The page's charts, each as a dict for the template: in the order of METRICS, then those of
-    other metrics."""
+    """Make the charts of a page -> one dict per chart, for the page's template. A chart has the
+    curves of all runs. Charts of METRICS come first, in its order, then those of other metrics."""
     charts: dict[str | None, list[Any]] = {metric.chart: [] for metric in METRICS}
     rows: dict[str | None, Metric] = {}
     for run in runs:
@@ -508,8 +512,9 @@ def _charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _chart(metric: Metric, curves: list[tuple[str, list[Any]]]) -> dict[str, Any]:
-    """A chart as a dict for the template: curves as SVG paths in thousandths of width and height,
-    ticks in percent."""
+    """Make one chart -> a dict for the page's template: curves as SVG paths in thousandths of the
+    chart's width and height, and ticks in percent. metric: gives title and number format. curves:
+    (name, [(step, value)]) each."""
     points = itertools.chain(*(points for _, points in curves))
     steps, values = zip(*points, strict=True)
     first = min(steps)
@@ -540,8 +545,9 @@ def _chart(metric: Metric, curves: list[tuple[str, list[Any]]]) -> dict[str, Any
 def _ticks(
     low: float, size: float, form: Callable[[Any], str], least: int = 0
 ) -> list[tuple[float, str]]:
-    """(percent of an axis that begins at `low`, text) for two to six round numbers at least `least`
-    apart. size: the axis's length. form(number): returns its text."""
+    """Choose two to six round numbers as ticks of a chart's axis -> (position in percent of the
+    axis, text) each. low, size: the number at which the axis begins, and its length. form(number):
+    returns a tick's text. least: two ticks are at least so far apart."""
     power = 10.0 ** math.floor(math.log10(size / 5))
     apart = max(least, next(power * i for i in (1, 2, 5, 10) if size / (power * i) <= 5))
     first = math.ceil(low / apart)

@@ -44,10 +44,11 @@ Name = tuple[str, str]
 
 
 class Row(NamedTuple):
-    """The comparison of one tensor, such as a layer's output, between layout and plain torch. size:
-    the exact tensor's norm. distance: the layout's error. noise: the error of rounding alone.
-    bound: the error allowed. These three are relative to size (for a gradient near 0, to a share of
-    a usual gradient)."""
+    """The comparison of one tensor of a training step, such as a layer's output, between a parallel
+    layout and plain torch. kind: "outputs", "losses" or "gradients". size: norm of the exact
+    tensor. distance: error of the layout's tensor. noise: error that rounding alone gives in plain
+    torch. bound: the largest distance allowed. distance, noise and bound are relative to size (for
+    a gradient near 0, to a share of a usual gradient)."""
 
     kind: str
     name: str
@@ -62,14 +63,16 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The name with * for each number, such as a layer's, an expert's or a micro-batch's:
-        tensors of one group share a bound. Outputs are not grouped."""
+        """The tensors that share a bound with this one have the same group: the name with * for
+        each number, such as a layer's, an expert's or a micro-batch's. An output's group is its own
+        name."""
         return self.name if self.kind == "outputs" else re.sub(r"\d+", "*", self.name)
 
 
 class _Share(NamedTuple):
-    """One rank's share of the step, sent to all ranks. replica: its data-parallel rank. index,
-    places: positions in the row of its outputs and of its logits. losses: from _run()."""
+    """One rank's part of the compared step, sent to all ranks. replica: its data-parallel rank.
+    index: positions in the row of the tokens whose layer outputs it has. places: positions whose
+    logits are compared. batches: micro-batches that it sends. losses: from _run()."""
 
     replica: int
     index: torch.Tensor
@@ -79,14 +82,13 @@ class _Share(NamedTuple):
 
 
 def compare(plan: run.Plan) -> list[Row]:
-    """Run a plan's first step in its layout and in plain torch -> a Row per tensor in the order of
-    a step, on global rank 0; [] on other ranks.
+    """Run a plan's first training step in its parallel layout and in plain torch -> a Row (the
+    comparison) per tensor in the order of a step, on global rank 0; [] on other ranks.
 
     Dropout must be off in the layout. Adapters that would start at 0 get small values. Memory of
     rank 0, besides its share of the layout: 8 bytes per parameter of the whole model (16 in
     float32), 4 in host memory, and the outputs of all layers for one row. Raises ValueError, on
-    every rank, for a model that rank 0 cannot run. Collective.
-    """
+    every rank, for a model that rank 0 cannot run. Collective."""
     if not plan.arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are compared with plain torch", "use_mca: true")
     if TEACHER_KEY in plan.objective.keys:
@@ -138,15 +140,17 @@ def _fill_adapters(model: Any, plan: run.Plan) -> None:
 
 
 def _run(trainer: Any, batches: list[Batch]) -> list[list[float]]:
-    """Run the forward and backward passes of a step -> the loss's pair, [sum, count] or [mean, 1],
-    per micro-batch; [] except on the last pipeline stage. Gradients stay in the backend."""
+    """Run the forward and backward passes of a step, without an update -> the loss of each
+    micro-batch as a pair, [sum, count] or [mean, 1]; [] except on the last pipeline stage.
+    Gradients stay in trainer.backend."""
     metrics = compute_gradients(trainer.backend, trainer, trainer.forward_step, batches)
     return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 
 
 class _Part:
-    """Keeps this rank's share of the layers' outputs during the step, by hooks: for the first row
-    of the first micro-batch, on data-parallel rank 0 only."""
+    """Collects this rank's part of the layers' outputs during the step, by hooks. Outputs are kept
+    for the first row of the first micro-batch, on data-parallel rank 0 only. batch: the first
+    micro-batch."""
 
     def __init__(self, trainer: Any, batch: Batch) -> None:
         self.backend = trainer.backend
@@ -167,12 +171,11 @@ class _Part:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
     def share(self, batches: list[Batch], losses: list[list[float]]) -> _Share:
-        """This rank's _Share. Losses are in it only on tensor-parallel rank 0 of the last pipeline
-        stage, and micro-batches only if it is context-parallel rank 0 too, so that no data is sent
-        twice.
+        """This rank's _Share (its part of the step, for all ranks). Losses are in it only on
+        tensor-parallel rank 0 of the last pipeline stage; micro-batches only on those of these
+        ranks that are context-parallel rank 0. So no data is sent twice.
 
-        batches, losses: this rank's micro-batches and their losses.
-        """
+        batches, losses: this rank's micro-batches and their losses."""
         if self.tp_rank > 0:
             losses = []
         if not losses or self.backend.context_parallel[1] > 0:
@@ -182,9 +185,10 @@ class _Part:
         return _Share(self.backend.dp_rank, index, self.places, on_cpu, losses)
 
     def outputs_and_logits(self) -> dict[str, torch.Tensor]:
-        """The tensors that this rank sends for comparison: its share of outputs, and of logits on
-        tensor-parallel rank 0 of the last stage; {} except on data-parallel rank 0. No data is sent
-        by two ranks. Collective over that replica's tensor-parallel ranks of the last stage."""
+        """The tensors that this rank sends for comparison, {name: tensor}: its part of the layers'
+        outputs and, on tensor-parallel rank 0 of the last stage, of the logits. {} except on
+        data-parallel rank 0. No data is sent by two ranks. Collective over that replica's
+        tensor-parallel ranks of the last stage."""
         sent = dict(self.outputs)
         if self.tp_rank >= len(self.cuts):
             sent = {}
@@ -199,8 +203,8 @@ class _Part:
 
 
 def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """Yield (name, module, True to compare its input instead of its output) for this rank's layers,
-    embedding and final norm."""
+    """Find the modules of this rank's model whose outputs are compared: embedding, layers and final
+    norm. Yields (name, module, True to compare its input instead of its output)."""
     for chunk in models:
         if chunk.pre_process:
             yield "embedding", chunk.decoder, True  # with the features of pictures
@@ -214,8 +218,8 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _torch_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """Yield (name, module, True to compare its input) for a transformers model, with the same names
-    as _megatron_modules."""
+    """Find the modules of a transformers model whose outputs are compared, with the names of
+    _megatron_modules. Yields (name, module, True to compare its input instead of its output)."""
     decoder = getattr(model.base_model, "language_model", model.base_model)
     yield "embedding", decoder.layers[0], True
     for i, layer in enumerate(decoder.layers):
@@ -231,8 +235,9 @@ def _keep_outputs(
     axis: int,
     outputs: dict[str, torch.Tensor],
 ) -> None:
-    """Add hooks that store each module's first output, or input, in `outputs` as [s, h] on the CPU.
-    axis: the batch axis, of which index 0 is kept. Later calls of a module are ignored."""
+    """Add hooks that store each module's first output (or input) in `outputs`, by name, as [s, h]
+    on the CPU. modules: (name, module, True to store its input). axis: the batch axis; only index 0
+    along it is stored. Later calls of a module are ignored."""
 
     def keep(name: str, module: Any, args: Any, output: Any = None) -> None:
         value = args if output is None else output
@@ -252,8 +257,9 @@ def _keep_outputs(
 
 
 def _over_ranks(shares: list[_Share]) -> list[list[float]]:
-    """The pairs of _run() per micro-batch, replica after replica, summed over context-parallel
-    ranks."""
+    """Join the losses that all ranks sent: a pair per micro-batch, as _run() returns them, summed
+    over context-parallel ranks. The micro-batches of data-parallel replicas follow one another.
+    shares: the _Share of each rank."""
     of_replica: dict[int, torch.Tensor] = {}
     for share in sorted(shares, key=lambda share: share.replica):
         if share.losses:
@@ -279,10 +285,10 @@ def _named(
 def _joined(
     sent: Iterable[tuple[str, Any]], shares: list[_Share]
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield (name, tensor) for each compared output of the whole row, concatenated from the tensors
-    that the ranks sent, along the token axis. Tokens are put into the row's order, except in
-    "logits", where they stay in the order of the ranks. sent: (output name, {rank: tensor}).
-    shares: the _Share of each rank, with its tokens' positions."""
+    """Yield (name, tensor) for each compared output of the whole row: the ranks' tensors
+    concatenated along the token axis. Tokens are put into the row's order; only those of "logits"
+    stay in the order of the ranks. sent: (output name, {rank: tensor}). shares: the _Share of each
+    rank, with its tokens' positions."""
     for name, parts in sent:
         whole = torch.cat(list(parts.values()))
         if name != "logits":
@@ -321,11 +327,13 @@ def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> lis
 
 
 def _least_noise(plan: run.Plan, batches: list[Batch], oracle: dict[str, Any]) -> dict[Name, float]:
-    """The least relative noise that is assumed in a bf16 run: {tensor's name: number}. A loss gets
-    _LOSS. In a model with experts rounding may send one token to another expert, so each output
-    and gradient gets one token's share of a norm, 1 / sqrt(n), where n is an output's length, the
-    mean number of tokens per expert for an expert's gradient, and else the number of tokens.
-    """
+    """The least relative noise that is assumed in a bf16 run, {tensor's name: number}. A loss gets
+    _LOSS.
+
+    In a model with experts rounding may send one token to another expert. So outputs and gradients
+    get one token's share of a norm there, 1 / sqrt(n). n is the length of an output; for an
+    expert's gradient the mean number of tokens per expert; for other gradients the number of
+    tokens."""
     values = values_of(_hf_config(plan))
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     least = {name: _LOSS for name in oracle if name[0] == "losses"}
@@ -382,10 +390,10 @@ def _plain_trainer(plan: run.Plan, trainer: Any, bf16: bool) -> Any:
 def _plain_step(
     plan: run.Plan, trainer: Any, batches: list[Batch], places: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Yield (name, CPU tensor) for outputs, losses and gradients of the step in a transformers
-    model on this rank. dtype: of the model's weights; with bf16 adapters keep float32. trainer:
-    the trainer in the layout. batches: the micro-batches of all ranks. places: positions in the row
-    whose logits are compared."""
+    """Run the step in a transformers model on this rank; yield (name, CPU tensor) for its outputs,
+    losses and gradients. trainer: the trainer in the layout. batches: the micro-batches of all
+    ranks. places: positions in the row whose logits are compared. dtype: of the model's weights; if
+    it is bf16 and adapters are trained, the weights are not cast to it here."""
     bf16 = dtype == torch.bfloat16
     plain = _plain_trainer(plan, trainer, bf16)
     model = plain.model
@@ -423,8 +431,8 @@ def _plain_logits(trainer: Any, batch: Batch, places: torch.Tensor) -> torch.Ten
 def _distances(
     tensors: Iterable[tuple[Name, torch.Tensor]], oracle: dict[str, Any]
 ) -> dict[Name, float]:
-    """{name: norm of the difference from the oracle's tensor}, for the names that the oracle has.
-    Iterates `tensors` to the end, which may be collective."""
+    """Compare tensors with the exact ones in `oracle` -> {name: norm of the difference}, for the
+    names that the oracle has. Iterates `tensors` to the end, which may be collective."""
     pairs = ((name, tensor.float()) for name, tensor in tensors if name in oracle)
     return {name: _norm(tensor - oracle[name]) for name, tensor in pairs}
 
@@ -436,11 +444,12 @@ def _norm(*tensors: torch.Tensor) -> float:
 def compared_rows(
     oracle: dict[str, Any], noise: dict[str, Any], least: dict[str, Any], distances: dict[str, Any]
 ) -> list[Row]:
-    """A Row per tensor of the oracle (the exact step), with its distance, and its bound from the
-    noise of its group.
+    """Judge each tensor of the oracle (the exact step) -> a Row per tensor, with its distance, and
+    a bound that follows from the largest noise in its group.
 
-    least: the least noise per tensor. A tensor without a distance counts as different.
-    """
+    noise, distances: norms of the differences from the oracle, by name: of rounding in plain torch,
+    and of the layout. least: the least relative noise by name. A tensor without a distance counts
+    as different."""
     gradients = [tensor for (kind, _), tensor in oracle.items() if kind == "gradients"]
     count = sum(tensor.numel() for tensor in gradients)
     usual = _FLOOR * _norm(*gradients) / math.sqrt(max(count, 1))

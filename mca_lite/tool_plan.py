@@ -92,8 +92,9 @@ _CHECKED = 16  # GPUs; plans for more were not compared with a run
 class StepTime(NamedTuple):
     """Predicted seconds of an optimizer step, by part. compute: kernels, or the host that launches
     them if it takes longer; the mean over stages. bubble: waiting for other stages. messages:
-    communication that does not overlap. update: the optimizer. flops: the model's FLOPs in the
-    step, not seconds."""
+    communication within and between layers, and that of gradients and parameters as far as it does
+    not overlap. update: the optimizer. flops: FLOPs in the step, not seconds; a reference's or
+    teacher's forward passes count, adapters do not."""
 
     compute: float
     bubble: float
@@ -107,7 +108,8 @@ class StepTime(NamedTuple):
 
 
 def bubble(args: Any, config: Any) -> float:
-    """The pipeline bubble: a stage's waiting time / its computing time."""
+    """Predict the pipeline bubble: a stage's waiting time divided by its computing time. args:
+    TrainingArguments. config: McaModelConfig."""
     chunks = args.gradient_accumulation_steps or 1
     chunks *= config.virtual_pipeline_model_parallel_size or 1
     return (config.pipeline_model_parallel_size - 1) / chunks
@@ -127,11 +129,11 @@ def step_time(
     """Predict the time of a step of args.train_global_batch_size samples. None if the model's sizes
     are unknown.
 
-    memory: RankMemory of the fullest rank. lengths: token counts of the documents in one sample.
-    rates: the GPU's.
+    args: TrainingArguments. config: McaModelConfig. memory: RankMemory (counts and bytes) of the
+    fullest rank. lengths: token counts of the documents in one sample. rates: the GPU's speeds.
     frozen: True if adapters are trained beside frozen weights. reference: extra forward passes per
-    step, in units of the model's forward pass. trained: the trained modules if others are frozen.
-    """
+    step, in units of the model's forward pass. trained: the trained modules if only some are
+    trained, otherwise None."""
     # imported late, because it imports torch
     from .log import ModelWork, model_sizes, partial_work
 
@@ -177,10 +179,11 @@ def _kernels(
     rates: Rates,
     reference: float,
 ) -> tuple[float, float]:
-    """Seconds of a step's GPU kernels and the gaps between them, summed over ranks: (in the layers,
-    in the output layer and loss). sizes, work: the model's ModelSizes and ModelWork. tokens: number
-    of tokens in the step. squares: sum of squared document lengths in the step. lengths: document
-    lengths in one sample. reference: extra forward passes per step."""
+    """Predict how long a step's GPU kernels take, with the gaps between them -> (seconds in the
+    layers, seconds in the output layer and loss), summed over ranks. sizes, work: the model's
+    ModelSizes and ModelWork. tokens: tokens in the step. squares: sum of squared document lengths
+    in the step. lengths: document lengths in one sample. rates: the GPU's speeds. reference: extra
+    forward passes per step, in units of the model's."""
     recomputes = _recomputed(config)
     ahead = config.mtp_num_layers or 0
     layers = sizes.num_layers + ahead
@@ -232,9 +235,10 @@ def _recomputed(config: Any) -> float:
 def _of_stages(
     args: Any, config: Any, in_layers: float, of_head: float, rates: Rates
 ) -> tuple[float, float]:
-    """(mean, slowest) seconds of a step on the pipeline stages. A stage takes the time of its
-    kernels, or of the host to launch them if that is longer. in_layers, of_head: seconds of kernels
-    per rank, on average."""
+    """Predict how long a step takes on the pipeline stages -> (mean, slowest) in seconds. A stage
+    takes as long as its kernels, or as the host that launches them if that is longer. in_layers,
+    of_head: a rank's seconds of kernels in the layers and in the output layer with the loss,
+    averaged over all ranks. rates: the GPU's speeds."""
     from .tool_plan_memory import stages_of_layers
 
     pp = config.pipeline_model_parallel_size
@@ -255,14 +259,16 @@ def _of_stages(
 
 
 def _link(ranks: float, rates: Rates) -> float:
-    """Bytes/s that a rank sends in a collective over `ranks` consecutive ranks: the rate within a
-    node, or between nodes if the ranks do not fit into one."""
+    """The speed of a collective over `ranks` consecutive ranks, in bytes/s that a rank sends: that
+    within a node, or that between nodes if the ranks do not fit into one node. rates: the GPU's
+    speeds."""
     return rates.link if ranks <= _NODE else rates.network
 
 
 def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: Rates) -> float:
-    """Seconds per step that a rank communicates for tensor, context, expert and pipeline
-    parallelism. sample: tokens in a sample."""
+    """Predict the seconds per step that a rank spends on messages of tensor, context, expert and
+    pipeline parallelism. args: TrainingArguments. config: McaModelConfig. sample: tokens in a
+    sample. rates: the GPU's speeds."""
     from .tables import function_of
 
     r = function_of("part_long_costs:RankSizes")(config)
@@ -288,9 +294,10 @@ def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: 
 def _of_step(
     args: Any, config: Any, memory: Any, copies: float, compute: float, link: float
 ) -> float:
-    """Seconds of a step that gradient reduction and parameter gathering take beyond the passes that
-    they overlap with. memory: the fullest rank's RankMemory. copies: number of ranks that reduce a
-    gradient together. compute: seconds of kernels. link: bytes/s that a rank sends."""
+    """Predict the seconds that a step waits for gradients to be reduced and parameters to be
+    gathered; time that overlaps with forward or backward is left out. memory: RankMemory (counts
+    and bytes) of the fullest rank. copies: ranks that reduce a gradient together. compute: seconds
+    of kernels in the step. link: bytes/s that a rank sends."""
     share = (copies - 1) / copies
     reduce = 2 * share * memory.gradients / link
     gather = 0.0
@@ -374,8 +381,9 @@ def _plan(words: list[str], options: Any) -> int:
 
 
 class _Layout:
-    """A planned run in one parallel layout: memory of its fullest rank, and time of a step (None if
-    unknown). arguments: RunArguments. model: its ModelOfRun. options: the command line's."""
+    """A planned run in one parallel layout, with the memory of its fullest rank and the predicted
+    time of a step (None if unknown). arguments: RunArguments. model: the ModelOfRun (facts for
+    planning its memory). options: the options of the command line, such as gpus and memory."""
 
     def __init__(self, arguments: Any, model: Any, options: Any) -> None:
         self.arguments = arguments
@@ -403,9 +411,10 @@ class _Layout:
             )
 
     def _choose(self) -> None:
-        """Set the number of recomputed layers in config, as recompute_granularity: auto chooses it
-        on GPUs with --memory GiB; all layers without that option. The stages of a pipeline get the
-        fullest one's number."""
+        """Choose how many layers are recomputed, for recompute_granularity: auto, and write the
+        number into the config. It is the least number with which the fullest rank fits a GPU of
+        --memory GiB, or if none fits, the number that needs least memory; without --memory it is
+        all layers. Each pipeline stage gets this number."""
         from .tables import function_of
         from .tool_plan_memory import stages_of_layers
 
@@ -505,7 +514,8 @@ def _memory_lines(layout: _Layout) -> list[str]:
 
 
 def show_format(config: Any) -> str:
-    """The format of frozen weights that are kept quantised, such as "nf4, 4.5 bits a number"."""
+    """Text about the format of frozen weights that stay quantised, such as "nf4, 4.5 bits a
+    number". config: McaModelConfig with a weight_format."""
     from .tables import function_of
 
     form = config.weight_format
@@ -514,8 +524,8 @@ def show_format(config: Any) -> str:
 
 
 def _run_lines(layout: _Layout) -> list[str]:
-    """Report lines about the run's steps, tokens and checkpoints. Reads the data, if there is any,
-    to count steps, unless max_steps is given."""
+    """Report lines about a run's steps, tokens and checkpoints. If there is a dataset and max_steps
+    is not given, the data is read to count steps."""
     from .args_rules_training import plan_schedule
 
     args = layout.args
@@ -564,9 +574,9 @@ def _run_lines(layout: _Layout) -> list[str]:
 
 
 def _time_before(layout: _Layout, steps: int) -> dict[str, str]:
-    """{"before it": text} about the pass over the data that scores it before training, for example
-    with a reference model; {} if there is no such pass. steps: global batches in the pass (0:
-    unknown)."""
+    """A row for the report, {"before it": text}, about a pass over the data before training, for
+    example to score it with a reference model; {} if there is no such pass. steps: global batches
+    in the pass; 0: unknown, and the text gives no time."""
     in_step, before = layout.model.forward_passes(layout.args, layout.config)
     if not before:
         return {}
@@ -595,14 +605,13 @@ _KEYS = (
 
 
 def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
-    """Yield layouts of options.gpus ranks with the same global batch. Parallel sizes are powers of
-    two (tensor parallel: at most 8), but samples shorter than _LONG tokens keep the run's
-    context_parallel_size. Layouts that break a rule are left out. words: the command line's. base:
-    the run as it was given.
+    """Yield parallel layouts for a run, with options.gpus ranks and the same global batch. Parallel
+    sizes are powers of two, tensor parallel at most 8. Samples shorter than _LONG tokens keep the
+    run's context_parallel_size. Layouts that break a rule are left out.
 
     A layout that does not fit into memory is followed by the same one with micro-batches of one
-    sample, and then with recomputation.
-    """
+    sample, and then with recomputation. words: the command line's. base: the run as it was given.
+    options: those of the command line, such as memory in GiB."""
     powers = [2**i for i in range(options.gpus.bit_length())]
     experts = [1]
     contexts = [base.args.context_parallel_size]

@@ -25,13 +25,12 @@ from .weights_files import InitSource
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank at the peak of a training step, in bytes; parameters and trained are
-    counts.
+    """Predicted memory of one rank at the peak of a training step, in bytes; parameters and trained
+    are counts.
 
-    logits: a chunk of logits in the loss, with its gradients, or the gradients within a layer's
-    backward pass, if these are larger. buffers: for communication. reference: for a second model.
-    nccl: outside torch's allocator. host: in host memory, no part of the total.
-    """
+    logits: the larger of two needs: a chunk of logits in the loss, with its gradients; or the
+    gradients within a layer's backward pass. buffers: for communication. reference: for a second
+    model. nccl: outside torch's allocator. host: in host memory, no part of the total."""
 
     parameters: int
     trained: int
@@ -57,12 +56,11 @@ PARTS = [field.name for field in fields(RankMemory)][2:-1]
 
 
 class RankTensor(NamedTuple):
-    """A weight, or an adapter's matrix, as one rank has it.
+    """A weight, or an adapter's matrix, in the size that one rank has.
 
-    name: megatron's; for an adapter the Hugging Face module and PEFT's ending, such as
-    "lora_A.weight"; with {} for the layer and [] for the expert. layer: None outside the layers.
-    shape: of the rank's shard.
-    """
+    name: megatron's, with {} for the layer and [] for the expert. The name of an adapter's matrix
+    is the Hugging Face module and PEFT's ending, such as "lora_A.weight". layer: None outside the
+    layers. shape: of the rank's shard."""
 
     name: str
     layer: int | None
@@ -151,7 +149,8 @@ class ModelTensors:
             self._add(row, f"{module_of(name)}.{matrix}", layer, shape, True, stage)
 
     def _cut(self, row: Row, shape: Sequence[int]) -> list[int]:
-        """The shape of a rank's shard, given the shape of the whole tensor."""
+        """The shape of the shard of a weight that a rank has, given the shape of the whole tensor.
+        row: the weight's row in the family's table, which names the sharded axis."""
         part = list(shape)
         if row.axis is not None:
             part[row.axis] //= degree(row, self.config)
@@ -166,7 +165,9 @@ class ModelTensors:
         is_trained: bool,
         stage: int,
     ) -> None:
-        """Add a rank's tensor to a pipeline stage, unless its expert is on other ranks."""
+        """Add a tensor, as a rank has it, to the list of a pipeline stage. An expert's tensor is
+        left out if the first expert-parallel rank does not have this expert. row: the tensor's row
+        in the family's table. shape: of the shard."""
         if row.expert is not None:
             name = name.replace(f"experts.{row.expert}.", "experts.[].")
             if row.expert >= self.config.num_moe_experts // self.config.expert_model_parallel_size:
@@ -204,8 +205,8 @@ def stages_of_layers(config: Any) -> list[int]:
 
 
 def _moments(args: Any, tensor: RankTensor) -> float:
-    """Bytes of optimizer state on the device per value of a trained tensor, without
-    master weights."""
+    """Bytes of optimizer state on the device for each value of a tensor, if the tensor is trained.
+    Master weights are not counted."""
     row = OPTIMIZERS[args.optim]
     names = row.states
     if row.of_matrices and tensor.name not in VOCABULARY:
@@ -217,14 +218,16 @@ def _moments(args: Any, tensor: RankTensor) -> float:
 
 
 def _packed(config) -> dict[str, float]:
-    """{tensor name: bytes per value} for the weights that are kept quantised; {} if none is."""
+    """{tensor name: bytes per value} for the weights that the model keeps quantised; {} if there
+    are none. config: the McaModelConfig."""
     if config.weight_format is None:
         return {}
     return function_of("part_quantised:bytes_of_numbers")(config)
 
 
 def _weights(config, held: list[RankTensor]) -> int:
-    """Bytes of a rank's weights and adapters, its tensors `held`; adapters are float32."""
+    """Bytes of the weights and adapters that a rank has. held: its tensors. Adapters are float32,
+    quantised weights are counted in their packed size."""
     packed = _packed(config)
     width = config.params_dtype.itemsize
     sizes = [t.numel * (4 if t.is_adapter else packed.get(t.name, width)) for t in held]
@@ -232,8 +235,8 @@ def _weights(config, held: list[RankTensor]) -> int:
 
 
 def _made_whole(config, held: list[RankTensor]) -> float:
-    """Bytes of the largest quantised weight after dequantisation for a matmul; a layer's experts
-    count together. 0 if no weight is quantised."""
+    """Bytes of the largest quantised weight among `held` (a rank's tensors) once it is dequantised
+    for a matmul. A layer's experts count together. 0 if no weight is quantised."""
     packed = _packed(config)
     sizes: dict[tuple[Any, ...], float] = {}
     for tensor in held:
@@ -246,8 +249,8 @@ def _made_whole(config, held: list[RankTensor]) -> float:
 def _static(
     args: Any, config: Any, tensors: ModelTensors, stage: int, world_size: int
 ) -> dict[str, Any]:
-    """{"parameters", "trained": counts; "weights", "gradients", "optimizer": bytes} on a rank of a
-    pipeline stage."""
+    """The memory of a rank of a pipeline stage that does not depend on the data: {"parameters",
+    "trained": counts; "weights", "gradients", "optimizer": bytes}. args: TrainingArguments."""
     held = tensors.stages[stage]
     parameters, trained = tensors.counts(stage)
     width = config.params_dtype.itemsize
@@ -288,8 +291,8 @@ _NCCL_OF_GROUP = 2**29  # bytes per group and GPU: 518 MiB on an H200 over NVLin
 
 
 def _nccl(config: Any, world_size: int) -> int:
-    """Estimated bytes that NCCL takes on a GPU for the rank's process groups of more than one
-    rank."""
+    """Estimated bytes that NCCL takes on a GPU: a fixed size for each process group of the rank
+    that has more than one rank."""
     tp = config.tensor_model_parallel_size
     pp = config.pipeline_model_parallel_size
     ep = config.expert_model_parallel_size
@@ -353,8 +356,9 @@ def rank_memory(
 
 
 class ModelOfRun:
-    """Facts that all layouts of a planned run share: shapes of its model, adapters, lengths of a
-    sample's documents, the folder of a reference model or teacher. arguments: RunArguments."""
+    """Facts about a planned run that do not depend on the parallel layout: shapes of its model,
+    adapters, lengths of a sample's documents, the folder of a reference model or teacher.
+    arguments: RunArguments."""
 
     def __init__(self, arguments: Any) -> None:
         config = self.config_of(arguments)
@@ -430,8 +434,9 @@ class ModelOfRun:
         return max(enumerate(each), key=lambda pair: pair[1].total)
 
     def _with_hidden_states(self, memory: RankMemory, args: Any, second: Any) -> RankMemory:
-        """A last-stage rank's memory, with the hidden states that a teacher computes for a step
-        added. If the teacher's scores are computed before training: unchanged."""
+        """Add to the memory of a last-stage rank the hidden states that a teacher computes for a
+        step. Unchanged if the teacher's scores are computed before training. second: the teacher's
+        config."""
         if self.scores_before:
             return memory
         tokens = args.micro_batch_size * sum(self.lengths) / second.context_parallel_size
@@ -440,9 +445,9 @@ class ModelOfRun:
         return replace(memory, reference=memory.reference + size)
 
     def forward_passes(self, args: Any, config: Any) -> tuple[float, float]:
-        """Forward passes in addition to the training passes, for example of a reference model: (in
-        each step, over the whole data before the first step), each as a multiple of the trained
-        model's forward pass."""
+        """Count the forward passes that a run makes beside the training passes, for example of a
+        reference model: (those in each step, those over the whole data before the first step). The
+        unit is a forward pass of the trained model."""
         from .log import model_sizes
 
         of_model, of_second = self.passes
@@ -457,8 +462,9 @@ class ModelOfRun:
 
 
 def _at_the_peak(memory: RankMemory) -> RankMemory:
-    """A rank's memory if a second model scores the data before training, when there is no optimizer
-    state yet. `reference` becomes the bytes by which that phase exceeds training, or 0."""
+    """Correct a rank's memory for a second model that scores the data before training, when there
+    is no optimizer state yet. `reference` becomes the bytes by which this phase needs more than
+    training, or 0 if it needs less."""
     before = memory.weights + memory.gradients + memory.reference
     in_training = memory.total - memory.reference
     return replace(memory, reference=max(before - in_training, 0))

@@ -90,13 +90,13 @@ def _vendor(dst: str, parts: list[str], tools: list[str], without: list[str]) ->
 
 
 def choose(parts: list[str], tools: list[str], without: Sequence[str] = ()) -> Choice:
-    """The Choice for names of parts (optional capabilities) and tools (commands). It also has the
-    parts that the named parts need.
+    """Choose the files to copy, by names of parts (optional capabilities) and tools (commands) -> a
+    Choice. Parts that the named parts need are added.
 
-    without: parts to leave out, with the parts that need them; if it has any, and `parts` is empty
-    or "all", every other part is chosen. Raises UserError for an unknown name, for a part in
-    `parts` that needs one in `without`, or for a part or tool whose files this copy of the package
-    lacks.
+    without: names of parts to leave out; parts that need them are left out too. If `without` names
+    any, and `parts` is empty or "all", all other parts are chosen. Raises UserError for an unknown
+    name, for a part in `parts` that needs one in `without`, or for a part or tool whose files this
+    copy of the package lacks.
     """
     left = _named("--without", [*without], PARTS)
     rest = [part for part in PARTS if {*with_needs(part)}.isdisjoint(left)]

@@ -78,9 +78,9 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
-    """{line name: text} for a run's column of `width` characters, to which frame() cuts the texts,
-    with important lines at the top. For a metric with values the text is its figure and a sparkline
-    of them."""
+    """The lines of a run's column on the screen: {line name: text}, with important lines at the
+    top. A metric with values has its figure (the value that stands for the run) and a sparkline, a
+    small curve of the values. width: characters of the column; frame() cuts longer texts."""
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}

@@ -85,25 +85,24 @@ __path__: list[str] = []  # makes mcore_adapter's paths, such as mca_lite.traine
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a name that this module lacks, such as DPOTrainer, among the package's public names:
-    mcore_adapter exports its trainers from `mcore_adapter.trainer`."""
+    """Return a public name of the package that this module lacks, such as DPOTrainer, so that it
+    can be imported from here, as trainers of mcore_adapter from `mcore_adapter.trainer`."""
     return sys.modules[__package__].__getattr__(name)
 
 
 class McaTrainer(OtherNames):
     """The training loop: trains a model on a dataset, with megatron-core or plain torch.
 
-    model: VirtualModels (megatron backend) or a transformers model (torch backend).
+    model: VirtualModels (a model on megatron-core) or a transformers model (torch backend).
     args: TrainingArguments.
-    tokenizer: saved with the model; its padding token is used. processing_class: another name for
-    it.
+    tokenizer (or processing_class): saved with the model; its padding token is used.
     data_collator: list of samples -> {"input_ids", "labels", "attention_mask"} [b, s]. Labels are
     already shifted (labels[t] is the target of position t); rows are padded on the right. None:
     samples of {"input_ids", "labels"} are padded; their labels must be shifted too.
-    train_dataset, eval_dataset: map-style; for training also a Stream; for evaluation also a dict
-    of datasets. shuffle: shuffle a map-style training set.
+    train_dataset: map-style, or a Stream (a set without a length, read in its own order).
+    eval_dataset: map-style, or a dict of such datasets. shuffle: shuffle a map-style training set.
     callbacks: of this package or transformers, instances or classes. summary: further sections for
-    the start summary.
+    the summary that is printed at the start.
     optimizers: torch backend only: (a torch optimizer over the model's trained parameters, its
     scheduler or None).
     compute_metrics(EvalPrediction): returns {name: number}, from the results of
@@ -247,8 +246,8 @@ class McaTrainer(OtherNames):
     def training_step(
         self, models: Any, data_iterator: Iterable[Batch], seq_length: int
     ) -> tuple[Any, ...]:
-        """One optimizer step over all micro-batches of `data_iterator`, collated or already
-        arranged.
+        """Make one optimizer step over all micro-batches of `data_iterator`, which are as the data
+        collator made them, or already arranged for the model.
 
         -> (mean loss over this rank's micro-batches, metrics of each micro-batch, 1 if the update
         was skipped else 0, gradient norm before clipping (0 if fp16's loss scale overflowed),
@@ -283,17 +282,17 @@ class McaTrainer(OtherNames):
     # -- the objective
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
-        """Run the iterator's next micro-batch through one chunk of the model -> (output,
-        loss_func). The backend's schedule calls it, as megatron's schedules call a
-        forward_step_func."""
+        """Run the iterator's next micro-batch through `model`, one chunk of this rank's model ->
+        (output, loss_func). loss_func(output) computes the loss. The backend's schedule calls it,
+        as megatron's schedules call a forward_step_func."""
         output, loss_func = forward_step(
             self.backend, self.args, self, data_iterator, model, self.inputs_of
         )
         return output, self.guard.mark(loss_func)
 
     def prepared(self, micro_batches: list[Batch]) -> list[Batch]:
-        """A step's arranged micro-batches after _prepare_micro_batches, which may add columns, such
-        as log-probabilities of a reference model. All ranks must call it."""
+        """The arranged micro-batches of a step, after the hook _prepare_micro_batches, which may
+        add columns, such as log-probabilities of a reference model. All ranks must call it."""
         return self._prepare_micro_batches(micro_batches, row_length(micro_batches[0]))
 
     def _prepare_micro_batches(self, micro_batches: list[Batch], seq_length: int) -> list[Batch]:
@@ -301,56 +300,56 @@ class McaTrainer(OtherNames):
         -> the micro-batches. All ranks call it, so it may use collectives or run a second model
         forward.
 
-        micro_batches: arranged batches, not yet moved to the rank's device: labels int64 [b, s],
-        IGNORE_INDEX where there is no loss; padding_mask, True for padding; cu_seqlens for packed
-        rows. seq_length: the first one's s. If the layout needs it, all have this length, and must
-        keep one common length. Register an added column (register_column): [b, s] for tokens, or
-        [n] for real documents or samples. Then _pre_compute_loss gets it in `batch`, on the rank's
-        device, with a column of tokens sharded as the tokens are; other columns stay as they
-        are."""
+        micro_batches: arranged for the model, not yet on the rank's device. Their columns: labels
+        int64 [b, s], IGNORE_INDEX for positions without a loss; padding_mask, True for padding;
+        cu_seqlens for packed rows. seq_length: s of the first micro-batch. If the layout needs one
+        common s, all have it, and those returned must have a common s too.
+        Register the name of an added column with register_column(). It is [b, s] if it is per
+        token, [n] if it is per real document or sample. _pre_compute_loss then gets it in `batch`,
+        on the rank's device; a column per token is sharded as the tokens are, others are whole."""
         return micro_batches
 
     def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any], *more: Any) -> Any:
-        """Hook: make the loss_func(output) of a micro-batch. Called on every pipeline stage.
-
-        batch: whole rows, except for columns that the model does not take, such as attention_mask
-        and those of register_column: they are on this rank's device, and those per token hold its
-        context-parallel part. inputs: the model's inputs. more: passed to _post_compute_loss
-        between labels and losses."""
+        """Hook: make the function that takes a micro-batch's model output and returns the results
+        of _post_compute_loss. Called on every pipeline stage. inputs: the model's inputs.
+        batch: columns that the model takes are whole rows; others, such as attention_mask and those
+        of register_column, are on this rank's device, and those per token hold only its
+        context-parallel part. more: a subclass's values; _post_compute_loss gets them between
+        labels and losses."""
         return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
     def inputs_of(self, batch: Batch) -> dict[str, Any]:
-        """The model's keyword arguments for an arranged micro-batch, on this rank's device and
-        sharded for its context-parallel rank; see step.inputs_of."""
+        """Make the model's keyword arguments from an arranged micro-batch: tensors on this rank's
+        device, sharded for its context-parallel rank; see step.inputs_of."""
         return inputs_of(self.backend, batch)
 
     def _post_compute_loss(self, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
-        """Hook: token losses [b, s] of this rank -> (the loss to differentiate, number of trained
-        tokens int32, {"loss": [sum, tokens]}). The loss is the sum over trained tokens, scaled as
-        step.sum_losses says.
+        """Hook: reduce this rank's token losses [b, s] -> (the loss to differentiate, number of
+        trained tokens int32, {"loss": [sum, tokens]} for the log). The loss is the sum over trained
+        tokens; step.sum_losses scales it for the backend.
 
-        With multi-token prediction, labels are part_mtp.Targets, losses [b, s, 1 + layers], and
-        "mtp_loss" is another metric."""
+        With multi-token prediction, labels are part_mtp.Targets (with the labels of tokens further
+        ahead), losses are [b, s, 1 + layers], and "mtp_loss" is another metric."""
         self.terms = (labels, losses.detach())
         return sum_losses(self.backend, labels, losses)
 
     def _count_of_loss(self, batch: Batch) -> float:
-        """Hook: the count by which a micro-batch's loss is divided, as _post_compute_loss will
-        return it, but for whole rows. It is needed before the forward pass, to weight router
-        losses."""
+        """Hook: the number by which a micro-batch's loss will be divided, as in _post_compute_loss,
+        but counted over whole rows; in this class the number of trained tokens. It is needed before
+        the forward pass, to weight router losses."""
         return count_labels(batch)
 
     # -- data
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """Hook: add columns that this objective computes before training, such as the
-        log-probabilities of a cached reference model, to a dataset -> a view with them. A dataset
+        """Hook: add columns that this objective computes before training, such as log-probabilities
+        of a reference model, to a dataset -> a view of the dataset with these columns. A dataset
         that needs none, or was prepared before, is returned unchanged. All ranks call it."""
         return samples
 
     def _prepared(self, dataset: Any) -> Any:
-        """The dataset, or each in a dict of datasets, after _prepare_samples; None stays None. All
-        ranks must call it."""
+        """Call the hook _prepare_samples for a dataset, or for each in a dict of datasets -> the
+        result, or the dict of results; None for None. All ranks must call it."""
         if isinstance(dataset, dict):
             return {name: self._prepared(part) for name, part in dataset.items()}
         return None if dataset is None else with_samples(dataset, self._prepare_samples)
@@ -362,24 +361,24 @@ class McaTrainer(OtherNames):
             setattr(self, name, self._prepared(getattr(self, name)))
 
     def get_train_dataloader(self) -> Any:
-        """A DataLoader over this data-parallel rank's training micro-batches, one after another,
-        without an end; for a Stream, its loader(). All ranks must call it: the objective may
-        compute columns first."""
+        """Make an endless DataLoader over this data-parallel rank's training micro-batches; a
+        Stream (a set without a length) makes its own. All ranks must call it: the objective may
+        first compute columns, such as a reference model's."""
         self._prepare_datasets("train_dataset")
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """A DataLoader over this data-parallel rank's evaluation micro-batches, through one
-        dataset once, as evaluation_loop() takes it. eval_dataset: None means that of the trainer.
-        All ranks must call it: the objective may compute columns first."""
+        """Make a DataLoader for evaluation_loop(): this data-parallel rank's micro-batches, through
+        one dataset once. eval_dataset: None: the trainer's own. All ranks must call it: the
+        objective may first compute columns, such as a reference model's."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         return self.evaluator.loader_of(self._prepared(given))
 
     def plan_batches(self, dataset: Any, training: bool = True) -> BatchPlan:
         """Plan which samples this data-parallel rank runs in which micro-batch -> the BatchPlan.
-        ValueError for a dataset without a length, unless it is a training Stream and max_steps is
-        set; for an empty one; for a dict of datasets; and for a document longer than the model's
-        positions, if the dataset knows its lengths."""
+        training: False for evaluation. ValueError for an empty dataset, a dict of datasets, or a
+        dataset without a length (but a training Stream is taken if max_steps is set); also for a
+        document longer than the model's positions, if the dataset knows its lengths."""
         args = self.args
         streams = training and isinstance(dataset, Stream)
         name = "train_dataset" if training else "eval_dataset"
@@ -412,9 +411,9 @@ class McaTrainer(OtherNames):
         )
 
     def _costs(self, dataset: Any) -> np.ndarray | None:
-        """Estimated cost of a forward pass for each sample, by which BatchPlan balances ranks:
-        multiplications, or sums of squared document lengths if the model's sizes are unknown. None
-        if the dataset has no `work`."""
+        """Estimate the cost of a forward pass for each sample, by which BatchPlan balances ranks:
+        [samples], in multiplications, or as the sum of squared document lengths if the model's
+        sizes are unknown. None if the dataset's `work` (sizes of its samples) is absent or None."""
         work = getattr(dataset, "work", None)
         if work is None:
             return None
@@ -424,7 +423,7 @@ class McaTrainer(OtherNames):
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int) -> Any:
         """A DataLoader over this rank's training micro-batches, from step `step` of epoch `epoch`
-        on. For a Stream: its loader(), from state.data_position on."""
+        on; for a Stream (a set without a length) from state.data_position on. plan: the run's."""
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
         if isinstance(dataset, Stream):
@@ -435,9 +434,11 @@ class McaTrainer(OtherNames):
     def read_step(
         self, loader: Iterator[Batch], plan: BatchPlan, step: int
     ) -> tuple[list[Batch], int, Numbers]:
-        """Read and arrange the micro-batches of a step -> (this rank's micro-batches, the first
-        one's row length, Numbers with their token counts, 0 unless backend.counts_tokens). All
-        micro-batches get one row length if the layout needs it, which may take a collective."""
+        """Read the micro-batches of a step, and arrange them for the model -> (this rank's
+        micro-batches, row length of the first one, Numbers with their token counts; 0 on ranks
+        without backend.counts_tokens). loader: yields collated micro-batches. plan: which samples
+        each rank runs. step: its index in the epoch. If the layout needs it, all micro-batches get
+        one row length, which may take a collective."""
         watchdog.note("reading data", self.state.global_step)
         with self.phases.of["data"]:
             batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
@@ -454,13 +455,13 @@ class McaTrainer(OtherNames):
         return batches, row_length(batches[0]), numbers
 
     def look_ahead(self, plan: BatchPlan) -> Iterator[Batch]:
-        """Yield this rank's next arranged micro-batches up to the end of the epoch, each padded by
-        itself, without changing the trainer's state, to build cuDNN graphs ahead for their sizes.
-        plan: the run's BatchPlan.
+        """Read this rank's next micro-batches before they are trained, so that cuDNN graphs can be
+        built for their sizes. Yields them, arranged for the model, up to the end of the epoch; each
+        is padded to its own length. The trainer's state stays as it is. plan: the run's BatchPlan.
 
-        Yields nothing for a user's collator, for most dataset classes of a user, because they might
-        give other data when read again, and for a model that takes inputs other than text.
-        """
+        Yields nothing for a user's collator and for most dataset classes of a user, because they
+        might give other data when read again. Also yields nothing for a model that takes inputs
+        other than text."""
         samples = self.train_dataset
         lengths = getattr(samples_of(samples), "document_lengths", None)
         is_same = isinstance(samples, list) or lengths is not None
@@ -473,29 +474,29 @@ class McaTrainer(OtherNames):
             yield to_length(self.backend, self._arrange(checked))
 
     def _checked(self, batches: list[Batch]) -> list[Batch]:
-        """Check the data collator's batches with check_batch -> the batches with missing columns
-        added and ignored ones removed. ValueError: see check_batch."""
+        """Check batches of the data collator -> the batches, with missing columns added and ignored
+        columns removed. ValueError for a batch that check_batch() refuses."""
         # if so, attention_mask numbers the documents of a row
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
         return [check_batch(batch, numbered, self.limits, unread) for batch in batches]
 
     def _count(self, batches: list[Batch], arranged: list[Batch]) -> tuple[Any, ...]:
-        """A step's counts on this rank: (*sums of count_tokens over the checked batches, number of
-        positions in the arranged rows, with padding)."""
+        """Count a step's data on this rank -> (*sums of count_tokens() over the checked `batches`;
+        number of positions in `arranged`, the same data in rows, with padding)."""
         counts = zip(*map(count_tokens, batches), strict=True)
         return *map(sum, counts), sum(batch["input_ids"].numel() for batch in arranged)
 
     def _arrange(self, batch: Batch) -> Batch:
-        """Hook: arrange a checked batch for the model: one document per row, or with
-        sequence_packing one packed row; see step.arrange."""
+        """Hook: arrange a batch that was collated and checked for the model: one document per row,
+        or with sequence_packing all documents in one packed row; see step.arrange."""
         return arrange(self.backend, self.args, batch, self.documents_per_sample)
 
     # -- around a step
 
     def _prepare_train_loop(self, resume_from_checkpoint: str | bool | None) -> BatchPlan:
         """Prepare train(): data, optimizer, schedule, state and log; load the checkpoint to resume
-        from, if any -> the BatchPlan. Collective."""
+        from, if any -> the BatchPlan (which samples each rank runs). Collective."""
         args = self.args
         # before a checkpoint is loaded, because a cached reference is the model before training
         self._prepare_datasets("train_dataset", "eval_dataset")
@@ -537,23 +538,23 @@ class McaTrainer(OtherNames):
             self.create_scheduler(steps)
 
     def create_optimizer(self) -> Any:
-        """Hook: set `optimizer` to the one that the user passed, otherwise to a new one -> the
-        optimizer."""
+        """Hook: set `optimizer` to the one that the user passed to the trainer, otherwise to a new
+        one -> the optimizer."""
         self.optimizer = self._given[0] or self.backend.create_optimizer()
         self.backend.optimizer = self.optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Hook: set `lr_scheduler` to the one that the user passed, otherwise to a new schedule
-        over num_training_steps -> the schedule."""
+        over num_training_steps of `optimizer` (None: the trainer's) -> the schedule."""
         self.lr_scheduler = self._given[1] or get_megatron_lr_scheduler(
             self.args, num_training_steps, optimizer or self.optimizer
         )
         return self.lr_scheduler
 
     def notify(self, event: str, **kwargs: Any) -> None:
-        """Call the method named `event`, such as "on_step_end", of each callback. A result other
-        than None replaces `control`."""
+        """Call the method `event`, such as "on_step_end", of each callback. If a callback returns
+        something other than None, that becomes `control` (the flags such as should_save)."""
         kwargs.update(
             **self.loaders,
             trainer=self,
@@ -596,8 +597,8 @@ class McaTrainer(OtherNames):
     }
 
     def _begin_step(self, epoch_begins: bool) -> None:
-        """Clear the flags of the step before, and of the epoch before if one begins; notify the
-        callbacks, and start the step's clock."""
+        """Clear flags of the step before, such as should_save, and if epoch_begins
+        should_epoch_stop; notify the callbacks, and start the step's clock."""
         if epoch_begins:
             self.control.should_epoch_stop = False
             self.notify("on_epoch_begin")
@@ -626,11 +627,12 @@ class McaTrainer(OtherNames):
             self._act()
 
     def _agree(self) -> list[int]:
-        """Take the maximum over ranks of flags, signals and phase times -> [number of a received
-        signal or 0, 1 if any rank is still writing a checkpoint, else 0]. Collective.
+        """Exchange flags (such as should_save), received signals and phase times between ranks ->
+        [number of a signal that any rank received, or 0; 1 if any rank is still writing a
+        checkpoint, else 0]. Collective.
 
-        A flag set on any rank is then set on all. If a callback stopped the epoch, its remaining
-        steps are added to state.left_out_steps."""
+        A flag set on any rank is set on all afterwards. If a callback stopped the epoch, its
+        remaining steps are added to state.left_out_steps."""
         flags = [getattr(self.control, name) for name in FLAGS]
         signal, is_writing, *largest = parallel.largest(
             self.signals.received,
@@ -646,8 +648,10 @@ class McaTrainer(OtherNames):
         return [signal, is_writing]
 
     def _act(self) -> list[str]:
-        """Log, evaluate and save as the flags of any rank ask, finish a written checkpoint, and
-        raise Interrupted after a signal on any rank -> the names of these flags. Collective."""
+        """Do what the flags ask for: log, evaluate, save -> names of the flags that were followed,
+        such as "should_log". A flag of any rank counts. Also finishes a begun checkpoint, if all
+        ranks have written it or any rank got a signal; after a signal raises Interrupted.
+        Collective."""
         done = []
         signal, is_writing = self._agree()
         for flag, action in self._ACTIONS.items():
@@ -666,8 +670,8 @@ class McaTrainer(OtherNames):
         return done
 
     def _log_step(self) -> None:
-        """Notify callbacks of a log line about the steps since the last line, if there are any. May
-        be collective for a model with experts."""
+        """Notify callbacks of a log line about the steps since the last line, if there are any.
+        May be collective for a model with experts, also without steps."""
         of_routers = self.backend.router_statistics()
         numbers = self.sums.take()
         if not numbers:
@@ -690,13 +694,13 @@ class McaTrainer(OtherNames):
         self.notify("on_log", logs=logs)
 
     def _evaluate_step(self) -> None:
-        """Evaluate, if there is an evaluation set. NotFiniteError if the loss is not finite, with
-        check_for_nan_in_loss_and_grad."""
+        """Evaluate the model during training, if there is an evaluation set. NotFiniteError if
+        check_for_nan_in_loss_and_grad is set and the loss is not finite."""
         if self.eval_dataset is not None:
             self.guard.check_evaluation(self.evaluate())
 
     def _save_step(self) -> None:
-        """Save a checkpoint of this step, after finishing the one before.
+        """Save a checkpoint of this step, after finishing one that is still being written.
 
         With async_save, a checkpoint gets its final name after the first step by which all ranks
         have written their files. So a crash costs at most one interval, plus the steps made during
@@ -726,10 +730,10 @@ class McaTrainer(OtherNames):
         raise stop
 
     def stop_after_signal(self, where: str) -> None:
-        """Raise Interrupted if any rank has received a signal. Passes over the data before
-        training, such as a reference's log-probabilities, call it in between, because they may
-        outlast a scheduler's grace period. where: text that names the pass and how it resumes.
-        Collective."""
+        """Raise Interrupted if any rank has received a signal. Long passes over the data before
+        training, such as a reference model's log-probabilities, call it between their parts, to
+        stop within a scheduler's grace period. where: text for the user that names the pass and how
+        it resumes. Collective."""
         [number] = parallel.largest(self.signals.received)
         if number:
             stop = Interrupted(number, self.state.global_step)
@@ -752,9 +756,9 @@ class McaTrainer(OtherNames):
             self.state.save(folder / TRAINER_STATE_NAME)
 
     def _end_run(self, seconds: float) -> TrainOutput:
-        """After the last step: finish a pending checkpoint, load the best one, if any, with
-        load_best_model_at_end, and store the state -> the result of train(). seconds: the run's
-        time. Collective."""
+        """End the run after its last step -> the result of train(). Finishes a checkpoint that is
+        still being written, loads the best one with load_best_model_at_end, if there is one, and
+        stores the state. seconds: duration of the run. Collective."""
         self._sent = None
         self.checkpoints.finish()
         watchdog.note(watchdog.ENDING)
@@ -776,8 +780,8 @@ class McaTrainer(OtherNames):
     def evaluate(
         self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics of a dataset (None: eval_dataset) over all ranks: {"eval_loss": 1.23}. For a dict
-        of datasets, also each one's metrics, named <prefix>_<name>_<metric>. Collective."""
+        """Metrics of a dataset (None: the trainer's own) over all ranks: {"eval_loss": 1.23}. A
+        dict of datasets also gives each one's, named <prefix>_<name>_<metric>. Collective."""
         dataset = self._prepared(eval_dataset)
         if dataset is None:
             self._prepare_datasets("eval_dataset")
@@ -790,14 +794,14 @@ class McaTrainer(OtherNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Each sample's summed log-probability and number of trained tokens (for a pair, those of
-        both documents), in dataset order, and metrics, as a PredictionOutput on every rank.
-        ignore_keys has no effect. Collective."""
+        """Score a dataset -> PredictionOutput on every rank: metrics, and for each sample, in
+        dataset order, the summed log-probability and the number of trained tokens; for a pair,
+        these two for both of its documents. ignore_keys has no effect. Collective."""
         return self.evaluator.predict(test_dataset, metric_key_prefix)
 
     def log_probabilities(self, dataset: Any) -> np.ndarray:
-        """Hook: float64 [samples, documents per sample, 2] on every rank: each document's sum of
-        log-probabilities over trained tokens, and their number. Collective."""
+        """Hook: float64 [samples, documents per sample, 2] on every rank: the sum of a document's
+        log-probabilities over its trained tokens, and the number of these tokens. Collective."""
         return self.evaluator.log_probabilities(dataset)
 
     def evaluation_loop(
@@ -808,10 +812,10 @@ class McaTrainer(OtherNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run forward over a loader of get_eval_dataloader(), or for a map-style dataset of
-        get_train_dataloader() -> EvalLoopOutput with metrics over all ranks and the number of
-        samples. ValueError for another DataLoader. `description`, `prediction_loss_only` and
-        `ignore_keys` have no effect. Collective."""
+        """Run forward over a DataLoader that this trainer made -> EvalLoopOutput with metrics over
+        all ranks and the number of samples. dataloader: from get_eval_dataloader(), or for a
+        map-style training set from get_train_dataloader(); ValueError for any other. `description`,
+        `prediction_loss_only` and `ignore_keys` have no effect. Collective."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
     def prediction_records(self, predictions: Any) -> Iterator[dict[str, Any]]:
@@ -826,15 +830,15 @@ class McaTrainer(OtherNames):
         return {}
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
-        """Hook: raise CheckpointError if this run cannot resume a checkpoint. facts: what
-        objective_facts() returned when it was saved. folder: the checkpoint's."""
+        """Hook: raise CheckpointError if this run's objective cannot resume a checkpoint. facts:
+        objective_facts() of the run that saved it. folder: the checkpoint's folder."""
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str | bool | None, model: Any = None
     ) -> None:
-        """Resume from a checkpoint, if there is one: load weights, optimizer, schedule, data
-        position and, in the same layout, random states. None or False: none is wanted. `model` has
-        no effect. Collective."""
+        """Resume from a checkpoint, if there is one: load weights, optimizer, schedule and data
+        position; random states too if the parallel layout is the same. resume_from_checkpoint: as
+        in train(), but None also means not to resume. `model` has no effect. Collective."""
         self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -863,21 +867,21 @@ class McaTrainer(OtherNames):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """Hook: (extra forward passes of the trained model per step, forward passes of the second
-        model), for counting FLOPs. keys: RunArguments, or the trainer's train_config or None."""
+        """Hook, to count FLOPs: (extra forward passes of the trained model per step, forward passes
+        of the second model). keys: RunArguments, or the trainer's train_config or None."""
         return 0, 1
 
     @classmethod
     def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
-        """Hook: the folder of the objective's second model, such as a teacher; None: there is none.
-        planned: the trained model's run.PlannedModel. ValueError for keys or models that do not
-        fit."""
+        """Hook: find the folder of the objective's second model, such as a teacher; None if it
+        needs none. arguments: RunArguments. planned: a run.PlannedModel, the trained model as read
+        from its config. ValueError for keys or models that do not fit."""
         return None
 
     @classmethod
     def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
-        """Hook: raise ConfigError if the second model does not fit the first; in this class, if
-        their vocabularies have different sizes. first, second: run.PlannedModels."""
+        """Hook: raise ConfigError if the second model, such as a reference, does not fit the first;
+        here if vocabularies have different sizes. first, second: run.PlannedModels."""
         if second.old_vocab_size != first.old_vocab_size:
             reason = f"a vocabulary of {second.old_vocab_size} tokens, not {first.old_vocab_size}"
             refuse("ref_model", str(second.folder), reason, "a model that reads the same tokens")
@@ -889,6 +893,6 @@ class McaTrainer(OtherNames):
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
-        """Hook: arguments for the constructor beyond McaTrainer's. second_model: a function that
-        builds the second model, or None if there is none."""
+        """Hook: the constructor's arguments in a run, beyond McaTrainer's. second_model: a function
+        that builds the second model, such as a reference; None if there is none."""
         return {}

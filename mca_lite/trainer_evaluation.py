@@ -27,9 +27,9 @@ from .trainer_events import EvalLoopOutput, Numbers
 class PredictionOutput(NamedTuple):
     """The result of predict(), with transformers' names.
 
-    predictions: float64 [samples, 2]: the sum of log-probabilities of a sample's trained tokens,
-    and their number. For pairs [samples, 2, 2], chosen before rejected. A reward model's are its
-    scores [pairs, 2].
+    predictions: float64 [samples, 2]: the sum of the log-probabilities of a sample's trained
+    tokens, and the number of these tokens. For pairs it is [samples, 2, 2], chosen before rejected.
+    For a reward model it is [pairs, 2], the scores.
     label_ids: None, because tokens are not gathered.
     metrics: {name with prefix: value over all ranks}."""
 
@@ -47,9 +47,10 @@ class Evaluator:
         self.backend = trainer.backend
 
     def check(self) -> None:
-        """Raise ValueError if the trainer is set up for metrics that an evaluation cannot compute:
-        unusable compute_metrics or, without it but with an eval_strategy, an unknown
-        metric_for_best_model; or predict_with_generate without an Answers callback."""
+        """Raise ValueError if the trainer is set up for metrics that an evaluation cannot compute.
+        The reasons are: compute_metrics cannot be used; predict_with_generate is on without an
+        Answers callback; or, with an eval_strategy and without compute_metrics,
+        metric_for_best_model is unknown."""
         trainer = self.trainer
         compute = trainer.compute_metrics
         if not (compute is trainer.preprocess_logits_for_metrics is None):
@@ -71,9 +72,9 @@ class Evaluator:
     # -- metrics
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """Compute, log and return metrics of a dataset: {"<prefix>_<metric>": value}. For a dict of
-        datasets: metrics over all sets together, except those of compute_metrics, and the metrics
-        of each set, named <prefix>_<set>_<metric>."""
+        """Evaluate a dataset -> its metrics {"<prefix>_<metric>": value}, which are also logged.
+        For a dict of datasets there are metrics over all sets together, without those of
+        compute_metrics, and the metrics of each set, named <prefix>_<set>_<metric>."""
         trainer = self.trainer
         if isinstance(dataset, dict):
             parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]
@@ -89,8 +90,9 @@ class Evaluator:
         return metrics
 
     def _measure(self, dataset: Any, prefix: str) -> EvalLoopOutput:
-        """Evaluate one dataset: metrics of the loss, of compute_metrics and of generated answers,
-        as an EvalLoopOutput."""
+        """Evaluate one dataset -> an EvalLoopOutput (metrics, and the sums behind them). The
+        metrics are those of the loss, of compute_metrics and of generated answers, if there are
+        any. prefix: of their names."""
         trainer = self.trainer
         loop = trainer.evaluation_loop(
             self.loader_of(dataset), "evaluation", metric_key_prefix=prefix
@@ -105,8 +107,9 @@ class Evaluator:
 
     @torch.no_grad()
     def run_loop(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
-        """Run forward over a loader made by make_loader, for one epoch's steps -> metrics over all
-        ranks. ValueError for another DataLoader."""
+        """Run forward over the batches of a loader that make_loader() made, for one epoch -> an
+        EvalLoopOutput with the metrics over all ranks. prefix: of the metrics' names. ValueError
+        for any other DataLoader."""
         trainer = self.trainer
         plan = getattr(dataloader.batch_sampler, "plan", None)
         expect(
@@ -122,7 +125,8 @@ class Evaluator:
         return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
 
     def predict(self, dataset: Any, prefix: str) -> PredictionOutput:
-        """Log-probabilities of each sample, with metrics, as a PredictionOutput on every rank."""
+        """Compute the log-probabilities of each sample -> a PredictionOutput on every rank, with
+        metrics. prefix: of the metrics' names."""
         trainer = self.trainer
         logps = trainer.log_probabilities(dataset)
         if trainer.documents_per_sample == 1:
@@ -151,9 +155,11 @@ class Evaluator:
     def _steps(
         self, loader: Any, plan: BatchPlan
     ) -> Iterator[tuple[int, list[Batch], int, Numbers]]:
-        """Yield (step index, this rank's micro-batches, the first one's row length, Numbers with
-        their token counts, 0 unless backend.counts_tokens) for each evaluation step. Collective if
-        the layout needs one length on all ranks."""
+        """Read the evaluation batches of a loader, and yield for each step (step index, this rank's
+        micro-batches, row length of the first one, Numbers). Numbers has the micro-batches' token
+        counts, or 0 on a rank without backend.counts_tokens. plan: the loader's BatchPlan
+        (which samples each step takes). Collective if the layout needs one row length on all ranks.
+        """
         trainer = self.trainer
         trainer.loaders["eval_dataloader"] = loader
         batches = iter(loader)
@@ -171,9 +177,9 @@ class Evaluator:
     def passes(
         self, dataset: Any, run: Callable[[list[Batch]], list[Any]]
     ) -> Iterator[list[tuple[list[int], Any]]]:
-        """Run one pass over a dataset, and yield for each step a list [(sample indices, result)],
-        with one pair per micro-batch of this rank, except those that only fill up the pipeline's
-        schedule. run(micro-batches): returns one result per micro-batch.
+        """Run one pass over a dataset, and yield for each step a list of (sample indices, result),
+        one per micro-batch of this rank. Micro-batches that are there only to fill up the
+        pipeline's schedule are left out. run(micro-batches): returns one result per micro-batch.
 
         On pipeline stages before the last the list is []. ValueError if a packed row's documents
         cannot be matched with its samples."""
@@ -189,9 +195,10 @@ class Evaluator:
     def by_sample(
         self, dataset: Any, run: Callable[..., Any], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """One pass over a dataset -> float64 [samples, *shape] on every rank, in dataset order.
-        run(micro-batches) gives one tensor [samples or more, *shape] per micro-batch; rows
-        after its samples are ignored."""
+        """Run one pass over a dataset, and collect a result per sample -> float64 [samples, *shape]
+        on every rank, in dataset order. run(micro-batches): returns one tensor [rows, *shape] per
+        micro-batch, in which the first rows are the results of its samples; further rows are
+        ignored."""
         zeros = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
         found = []
         for step in self.passes(dataset, run):
@@ -201,9 +208,9 @@ class Evaluator:
 
     @torch.no_grad()
     def log_probabilities(self, dataset: Any) -> np.ndarray:
-        """One pass over a dataset -> float64 [samples, documents per sample, 2] on every rank: for
-        each document the sum of log-probabilities over its trained tokens, and their number. A pair
-        has two documents, chosen before rejected."""
+        """Run one pass over a dataset -> float64 [samples, documents per sample, 2] on every rank.
+        The last axis has the sum of the log-probabilities of a document's trained tokens, and the
+        number of these tokens. A preference pair has two documents, chosen before rejected."""
         count = self.trainer.documents_per_sample
 
         def collect(inputs: dict[str, Any], batch: Batch, losses: torch.Tensor) -> torch.Tensor:
@@ -215,10 +222,11 @@ class Evaluator:
     def collected(
         self, dataset: Any, collect: Callable[..., Any], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """One pass over a dataset -> float64 [samples, *shape] on every rank. collect(inputs,
-        batch, output) gives one tensor [samples or more, *shape] per micro-batch; its output is
-        token losses, or scores of a model with a value head. ValueError for a stream or a dict of
-        datasets."""
+        """Run one pass over a dataset, and collect a result per sample -> float64 [samples, *shape]
+        on every rank. collect(inputs, batch, output) is called with each micro-batch and with the
+        model's output, which is token losses, or scores if the model has a value head. It returns a
+        tensor [rows, *shape], in which the first rows are the results of its samples. ValueError
+        for a stream or a dict of datasets."""
         self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         step = collecting(self.backend, collect, self.trainer.inputs_of)
         run = functools.partial(self.forward, step)
@@ -226,14 +234,15 @@ class Evaluator:
 
 
 def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
-    """{prefix_metric: mean} from summed Numbers."""
+    """The mean of each metric, by its name with a prefix: {"<prefix>_<metric>": mean}. numbers:
+    Numbers (sums and counts of metrics)."""
     return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
 
 
 def _check_documents(batch: Batch, numbers: list[int], per_sample: int) -> None:
-    """Raise ValueError if a packed row has more or fewer documents than its samples, since results
-    could not be matched. numbers: the indices of the batch's samples. per_sample: documents per
-    sample."""
+    """Raise ValueError if a batch of packed rows has more or fewer documents than its samples
+    should have: their results could not be matched with the samples. numbers: the indices of the
+    batch's samples. per_sample: documents per sample."""
     if "cu_seqlens" not in batch:
         return
     count = sum(end > start for _, start, end in borders(batch))
@@ -245,14 +254,14 @@ def _check_documents(batch: Batch, numbers: list[int], per_sample: int) -> None:
 
 
 def sum_documents(backend: Any, batch: Batch, labels: Any, losses: torch.Tensor) -> torch.Tensor:
-    """[2, real documents] in the dtype of `losses`: each document's sum of log-probabilities over
-    its labels, and the number of labels.
+    """Sum up the token losses of each document -> [2, documents] in the dtype of `losses`: the sum
+    of log-probabilities over the document's labels, and the number of labels. Documents of padding
+    alone are left out.
 
-    batch: arranged, with one document per row, or packed. labels, losses: [rows, s] on this rank.
-    With multi-token prediction labels is a part_mtp.Targets and losses [rows, s, predicted tokens],
-    of which only the next token counts. Collective under context parallelism: one sum over its
-    group.
-    """
+    batch: an arranged micro-batch, with one document per row, or packed. labels, losses: [rows, s]
+    for s positions on this rank. With multi-token prediction labels is a part_mtp.Targets and
+    losses [rows, s, predicted tokens], of which only the next token counts. Collective under
+    context parallelism: one sum over its group."""
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
         labels = labels.labels
         losses = losses[..., 0]
@@ -263,8 +272,9 @@ def sum_documents(backend: Any, batch: Batch, labels: Any, losses: torch.Tensor)
 
 
 def borders(batch: Batch) -> list[tuple[int, int, int]]:
-    """[(row, start, end)] of each document in an arranged batch; padding at a document's end is
-    outside, so a document of padding alone has end == start."""
+    """Find the documents in an arranged micro-batch -> [(row, start, end)], with positions in the
+    row. Padding after a document's tokens is not counted: a document of padding alone has end ==
+    start."""
     real = ~batch["padding_mask"]
     documents = itertools.pairwise(batch.get("cu_seqlens", (0, real.shape[1])))
     return [
@@ -288,7 +298,8 @@ def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def _record(sums: list[float]) -> dict[str, Any]:
-    """Tokens, log-probability and mean log-probability of one document, for predictions.jsonl. The
-    mean is None without trained tokens."""
+    """The entries of one document in predictions.jsonl: its number of trained tokens, their
+    log-probability, and the mean (None without trained tokens). sums: [log-probability, number of
+    tokens]."""
     logp, count = sums
     return {"tokens": int(count), "logp": logp, "mean_logp": logp / count if count else None}

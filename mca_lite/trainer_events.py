@@ -40,10 +40,12 @@ class EvalLoopOutput(NamedTuple):
 
 @dataclass
 class Numbers:
-    """Metrics and counts of steps in one float64 vector, so that one collective sums them: (sum,
-    count) for each of `keys`, then tokens, squared document lengths, patches of images and videos,
-    squared patches and frames of audio (data_batches.count_tokens), then positions including
-    padding."""
+    """Metrics and counts of one or more steps in one float64 vector, so that one collective sums
+    them.
+
+    keys: names of metrics. vector: (sum, count) for each key; then the counts of
+    data_batches.count_tokens: tokens, squared document lengths, patches of images and videos,
+    squared patches, and frames of audio; at the end the number of positions, padding included."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -61,8 +63,8 @@ class Numbers:
         return Numbers(self.keys, self.vector + other.vector)
 
     def add_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> "Numbers":
-        """Add the (sum, count) pairs of micro-batches, in place -> self. ValueError for metrics
-        other than the keys."""
+        """Add the metrics of micro-batches, each {metric: [sum, count]}, in place -> self.
+        ValueError if they are other metrics than `keys`."""
         for of_micro_batch in metrics:
             expect(
                 of_micro_batch.keys() == {*self.keys},
@@ -82,8 +84,8 @@ class Numbers:
         return Numbers([*self.keys, *pairs], vector)
 
     def over_ranks(self, backend: Any) -> "Numbers":
-        """The totals on every rank: the last pipeline stage's numbers, summed over data- and
-        context-parallel ranks. Changes the vector in place. Collective."""
+        """The totals of all ranks, on every rank: the numbers of the last pipeline stage, summed
+        over data- and context-parallel ranks. Changes the vector in place. Collective."""
         return Numbers(self.keys, backend.reduce(self.vector))
 
     def set_counts(self, *counts: int) -> None:
@@ -99,11 +101,10 @@ class Numbers:
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
-        """{metric: sum / count}. Waits for the device.
+        """The mean of each metric, {metric: sum / count}. Waits for the device.
 
-        Metrics with a count of 0 are left out, except the loss, which is then `uncounted`. If
-        `uncounted` is None, every metric with a count of 0 is None.
-        """
+        uncounted: the loss's value if its count is 0; other metrics with a count of 0 are left out.
+        If it is None, every metric with a count of 0 is in the result, as None."""
         values = self.vector.tolist()
         pairs = zip(self.keys, values[::2], values[1::2], strict=False)
         nothing = dict.fromkeys(self.keys if uncounted is None else ["loss"], uncounted)
@@ -129,20 +130,20 @@ class SentNumbers:
         self._arriving = parallel.HostCopy(whole.vector)
 
     def result(self, metrics: Sequence[dict[str, torch.Tensor]]) -> Numbers:
-        """The step's Numbers in host memory, summed over ranks. `metrics` is the list passed to
-        begin(). For another list, begin() runs again, which is collective, so all ranks must agree.
-        """
+        """The step's Numbers (metrics and counts), summed over ranks, in host memory. metrics: the
+        list that begin() got; for another list begin() runs again, which is collective, so then all
+        ranks must pass another one."""
         if metrics is not self._metrics:
             self.begin(metrics)
         return Numbers(self._counts.keys, self._arriving.wait())
 
 
 class RunSums:
-    """Numbers summed over the steps of one train() call, and over the steps since the last log
-    line, in host memory.
+    """Numbers (metrics and counts) in host memory, summed over the steps of one train() call and,
+    apart from that, over the steps since the last log line.
 
-    nothing: Numbers of zeros. carried: to_record() from before the run was resumed, or {}; ignored
-    if its metrics or number of counts differ."""
+    nothing: Numbers of zeros. carried: in a resumed run, the result of to_record() that its
+    checkpoint has; {} if there is none. It is ignored if its metrics or number of counts differ."""
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any]):
         self._nothing = self.whole_run = self._window = nothing
@@ -163,13 +164,12 @@ class RunSums:
         self._last_step = {"grad_norm": grad_norm, "num_zeros_in_grad": num_zeros}
 
     def take(self) -> dict[str, Any]:
-        """The fields of a log line over the steps since the last line; then sums start anew. {} if
-        there were no steps.
+        """The fields of a log line about the steps since the last one, {} if there were none; then
+        the sums since the last line start again at 0.
 
-        They are the metrics' means (if updates were skipped, None for a metric whose count is 0),
-        the number of skipped updates, and of the last step the gradient norm and, if counted, the
-        number of zeros in the gradient.
-        """
+        The fields are the means of metrics, the number of skipped updates, and from the last step
+        the gradient norm and, if counted, the number of zeros in the gradient. A metric with a
+        count of 0 is None if updates were skipped; otherwise it is left out, and the loss is 0."""
         if self._window is self._nothing:
             return {}
         means = self._window.means(uncounted=None if self._skipped else 0.0)
@@ -203,8 +203,9 @@ _ON_DEVICE = {*_OF_TIMERS.values()}
 
 
 class Phase:
-    """Seconds of this rank's work in one phase, between start() and stop() or in a context.
-    on_device: measured by the GPU's clock if there is one, without a sync."""
+    """A stopwatch for this rank's work in one phase of training, in seconds. It runs between
+    start() and stop(), or in a `with` block. on_device: True for work on a GPU, if there is one:
+    the GPU's clock measures it, without a sync."""
 
     def __init__(self, on_device: bool = False):
         self._on_device = on_device and parallel.device().type == "cuda"
@@ -278,9 +279,10 @@ class Phases:
         return self.of.get(_OF_TIMERS.get(name, name), self._others)
 
     def numbers(self) -> list[int]:
-        """Integers for compare(), to reduce by a maximum over ranks: for each phase its
-        microseconds, with the rank number in the lowest bits; then each phase's negated
-        microseconds. With waits_in_model, data's time is added to the model's."""
+        """This rank's times as integers, for compare(): reduced over ranks by their maximum, they
+        show the slowest rank and the least time. First a number for each phase, its microseconds
+        with the rank number in the lowest bits; then each phase's negated microseconds. With
+        waits_in_model, the time of phase data is added to that of phase model."""
         micros = {name: round(1e6 * phase.seconds()) for name, phase in self.of.items()}
         if self._waits_in_model:
             micros["model"] += micros["data"]
@@ -288,10 +290,10 @@ class Phases:
         return most + [-value for value in micros.values()]
 
     def compare(self, largest: list[int]) -> None:
-        """Store each phase's slowest rank and its lag behind the fastest rank, and the least time
-        in reduction, for take(). With waits_in_model, data's lag is subtracted from the model's. No
-        communication: the caller has reduced. largest: the elementwise maximum over ranks of the
-        lists that numbers() returned; they contain each rank's number."""
+        """Store for take() each phase's slowest rank and how far it is behind the fastest, and the
+        least time of a rank in gradient reduction. With waits_in_model, the lag of phase data is
+        subtracted from that of phase model. largest: the elementwise maximum over ranks of the
+        lists from numbers(), which the caller has reduced: there is no communication here."""
         for i, name in enumerate(PHASES):
             most, rank = divmod(largest[i], 1 << _RANK_BITS)
             self._slowest[name] = (most + largest[i + len(self.of)]) / 1e6, rank
@@ -301,14 +303,13 @@ class Phases:
             self._slowest["model"] = max(0.0, behind - self._slowest["data"][0]), rank
 
     def take(self, step_time_s: float = 0.0) -> dict[str, Any]:
-        """The fields of a log line; then times start anew. {} if there is only one rank.
+        """The fields of a log line; then times start again at 0. {} if there is only one rank.
 
-        lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest; of
-        model, with waits_in_model, without data's lag.
+        lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest.
+        With waits_in_model, the model's lag is without that of the data.
         slowest_rank: the slowest rank in the phase with the largest lag, if that lag is at least 2
-        % of step_time_s.
-        reduction_s: the least seconds per step that any rank spends in gradient reduction.
-        """
+        % of step_time_s (the time of a step).
+        reduction_s: the least seconds per step that any rank spends in gradient reduction."""
         steps = max(1, self.steps)
         lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
         of_ranks = {**lags, "reduction_s": self._reduction / steps}
@@ -332,12 +333,13 @@ def collect_garbage() -> None:
 
 @contextlib.contextmanager
 def steady_host(args: Any) -> Iterator[None]:
-    """Context that keeps the host of a GPU from stalling it.
+    """Context in which the host of a GPU avoids pauses that would make the GPU wait. args: the
+    run's TrainingArguments.
 
-    Automatic garbage collection is limited to young objects; collect_garbage() does the rest.
-    gc.freeze is not used: it would keep a trainer alive, because gc.unfreeze also releases the host
-    program's objects. torch uses one CPU thread, unless the host runs updates: more threads would
-    spin after each operation and slow down the main one."""
+    On a GPU, automatic garbage collection is limited to young objects; collect_garbage() does the
+    rest. gc.freeze is not used: it would keep a trainer alive, because gc.unfreeze also releases
+    the host program's objects. torch uses one CPU thread, because more threads would spin after
+    each operation and slow down the main one; with optimizer_cpu_offload their number stays."""
     threads = torch.get_num_threads()
     thresholds = gc.get_threshold()
     if torch.cuda.is_available():
@@ -416,10 +418,12 @@ def callbacks_of(args: Any) -> list[TrainerCallback]:
 
 
 def check_hooks(kind: type, base: type) -> None:
-    """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, such
-    as compute_loss of transformers' Trainer, or with a signature that does not fit the calls.
-    Signatures of __init__, of class and static methods, and of a _post_compute_loss in a class that
-    also has its own _pre_compute_loss, are not checked."""
+    """Check the methods of a trainer's subclass `kind` against its base class `base`. TypeError if
+    one of them would never be called, such as compute_loss of transformers' Trainer, or if its
+    signature does not fit the calls.
+
+    The signatures of __init__, of class methods and of static methods are not checked, nor that of
+    a _post_compute_loss beside an own _pre_compute_loss in the same class, which then calls it."""
     kinds = kind.__mro__
     for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():
@@ -435,8 +439,10 @@ def check_hooks(kind: type, base: type) -> None:
 
 
 def _check_signature(where: str, member: Callable[..., Any], original: Any) -> None:
-    """Raise TypeError if the override `member` cannot be called with the required arguments of
-    `original`, or names them in another order or as another library's hook does."""
+    """Raise TypeError if a method that overrides another does not fit its calls: if it cannot be
+    called with the required arguments of the original, or if, in the place of one of these, it
+    names another of them or an argument of another library's hook. where: "Class.method", for the
+    message. member: the override. original: the method of the base class."""
     taken = inspect.signature(original).parameters.values()
     needed = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     called = f"{where} is called with ({', '.join(needed[1:])})"

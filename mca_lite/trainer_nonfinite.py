@@ -78,8 +78,8 @@ class FiniteGuard:
     # -- the fast path
 
     def start_step(self, micro_batches: list[dict[str, Any]]) -> None:
-        """Begin a step: remember its arranged micro-batches, so that a cause can be sought in
-        them."""
+        """Begin a step: remember its micro-batches, in which a cause is sought if a number is not
+        finite."""
         state = self.trainer.state
         self._micro_batches = micro_batches
         self._losses = []
@@ -87,9 +87,10 @@ class FiniteGuard:
         self.position = state.position
 
     def mark(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a loss_func so that the gradient of a non-finite loss becomes NaN, and the gradient
-        norm shows it: an infinite loss may have finite gradients. Finite losses do not change. If
-        the guard is off, loss_func itself."""
+        """Wrap a loss function so that a non-finite loss shows in the gradient norm: its gradient
+        becomes NaN, since an infinite loss may have finite gradients. Finite losses do not change.
+        loss_func(output) -> (loss sum, count, metrics). If the guard is off, loss_func itself is
+        returned."""
         if not self.is_on:
             return loss_func
 
@@ -105,12 +106,14 @@ class FiniteGuard:
         return marked
 
     def after_step(self, skipped: int, grad_norm: float, metrics: Any) -> tuple[Any, float]:
-        """Check a step once its update was made or skipped -> (metrics, gradient norm) for the log.
+        """Check a step, after its update was made or skipped -> (metrics, gradient norm) to log.
+        skipped: not 0 if there was no update. metrics: of each micro-batch. NotFiniteError if the
+        run must stop.
 
-        If nan_policy: skip drops the update, each rank leaves its micro-batches with a non-finite
-        loss out of the metrics, and the norm is 0. NotFiniteError if the run must stop. An overflow
-        of fp16's loss scale with finite losses is ignored. After an update, old checkpoints are
-        pruned."""
+        If nan_policy: skip leaves out an update because of non-finite numbers, the returned metrics
+        lack this rank's micro-batches with a non-finite loss, and the returned norm is 0. An
+        overflow of fp16's loss scale with finite losses is ignored. After an update, old
+        checkpoints are pruned."""
         self.steps += 1
         if self.steps == 1 and grad_norm == 0 and not skipped:
             self.trainer.report.print(_NOTHING_LEARNED)
@@ -229,8 +232,9 @@ class FiniteGuard:
         return sorted({(bad.replica, bad.micro_batch): bad for bad in every}.values())
 
     def samples_of(self, number: int) -> list[int]:
-        """Dataset indices of the samples in a micro-batch of this rank's step; for a stream, the
-        rows' numbers, counted from the run's first. number: the micro-batch's index in the step."""
+        """The samples in a micro-batch of this rank's current step, as indices in the dataset; for
+        a stream, as row numbers, counted from the run's first row. number: the micro-batch's index
+        in the step."""
         dataset = self.trainer.train_dataset
         plan = self.trainer.batch_plan
         chosen = dict(enumerate(plan.step(*divmod(self.position, plan.steps_per_epoch))))
@@ -300,8 +304,9 @@ def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
 
 
 def _named(model: Any, kind: str) -> Iterator[tuple[int, str, Any]]:
-    """Yield (chunk index, name in the whole model, parameter or module). kind: "parameters" or
-    "modules"."""
+    """List a model's parameters or modules on this rank: yield (chunk index, name in the whole
+    model, parameter or module). kind: "parameters" or "modules". A chunk is a part of the model, of
+    which a rank has several with virtual pipeline stages."""
     for number, chunk in enumerate(model if isinstance(model, VirtualModels) else [model]):
         for name, part in getattr(chunk, f"named_{kind}")():
             yield number, _name_in_whole_model(chunk, name), part
@@ -309,7 +314,9 @@ def _named(model: Any, kind: str) -> Iterator[tuple[int, str, Any]]:
 
 @torch.no_grad()
 def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[tuple[int, str]]:
-    """[(chunk index, name)] of the first non-finite tensor, or []. One device sync."""
+    """Find the first tensor that has a non-finite value -> [(its chunk index, its name)]; [] if
+    there is none. tensors: (chunk index, name, tensor) each; a tensor may be None. At most one
+    device sync."""
     known = [one for one in tensors if one[-1] is not None and one[-1].numel()]
     if not known:
         return []

@@ -265,8 +265,9 @@ class Watchdog:
             self.mind_store()
 
     def mind_store(self) -> None:
-        """Called regularly. If neither the store's answers nor this rank make progress, print who
-        holds the store, and exit once ddp_timeout is over."""
+        """Guard against a store (the ranks' shared key-value store) that no longer answers; called
+        regularly. If neither the store's answers nor this rank make progress, print who holds the
+        store, and exit the process once ddp_timeout is over."""
         now = (self._looks, self.count, self.ticks)
         if now != self._minded:
             self._minded = now
@@ -300,9 +301,10 @@ class Watchdog:
         return min(self.hang_timeout, half) if is_short else half
 
     def look(self) -> None:
-        """Called regularly. Answer a rank's question, ask one if this rank makes no progress, and
-        exit if all ranks must. After an error from the store, whose holder has ended, look() is not
-        called again."""
+        """Look at this rank and, through the ranks' shared store, at the others; called regularly.
+        Answers a rank that asks what the ranks do, asks them itself if this rank makes no progress,
+        and exits if all ranks must. An error from the store means that its holder has ended; look()
+        is not called again then."""
         try:
             self._look()
         except RuntimeError:
@@ -349,8 +351,9 @@ class Watchdog:
             self.store.set(f"record/{question}/{self.rank}", json.dumps(self._calls()))
 
     def _calls(self) -> dict[str, Any]:
-        """The summary of this rank's collectives (part_recorder.calls_of); {} without
-        part_recorder.py, or with a warning if it cannot be made."""
+        """The summary of this rank's collectives, as part_recorder.calls_of makes it. {} if the
+        file part_recorder.py is missing; also {}, with a printed warning, if the summary cannot be
+        made."""
         try:
             return self._dump(self.rank)
         except Exception as error:  # a full disk, or a new format of torch's record
@@ -360,8 +363,9 @@ class Watchdog:
     # -- the search for late ranks: one rank asks and prints
 
     def _investigate(self) -> None:
-        """Ask all ranks, in later calls report their answers, and shortly before ddp_timeout make
-        all ranks exit if the answers show a hang. One rank at a time does so, the first to ask."""
+        """Find out why this rank makes no progress. A first call asks all ranks what they do, a
+        later one prints their answers. Shortly before ddp_timeout all ranks are made to exit, if
+        the answers show a hang. One rank at a time does so: the first to ask."""
         if self._question is None:
             question = f"{self.rank} at {self._seen}"
             if self.store.compare_set("question", "", question).decode() == question:
@@ -416,15 +420,16 @@ class Watchdog:
     # -- the end of all ranks
 
     def _judge(self, text: str, code: int = HANG_EXIT_CODE) -> None:
-        """Store the reason `text` why all ranks must exit, and the exit code, for all ranks; if a
-        reason is stored already, nothing changes."""
+        """Decide that all ranks must exit: store the reason `text` and the exit code where the
+        ranks' look() finds them. If a reason is stored already, nothing changes."""
         verdict = json.dumps({"rank": self.rank, "text": text, "code": code})
         self.store.compare_set("verdict", "", verdict)
 
     def _obey(self, verdict: dict[str, Any]) -> None:
-        """Exit with the reason and code in `verdict`, because a waiting rank cannot receive an
-        exception. If another rank failed with an error, this rank first has time to end by itself.
-        """
+        """Exit as another rank or this one decided in _judge(), because a waiting rank cannot
+        receive an exception. verdict: {"rank": who decided, "text": the reason, "code": the exit
+        code}. If a rank failed with an error, the first calls do nothing, so that this rank has
+        time to end by itself."""
         self._since_verdict += self.poll_s
         if verdict["code"] != HANG_EXIT_CODE and self._since_verdict < _LEAVE_S:
             return
@@ -434,9 +439,10 @@ class Watchdog:
         self._leave(verdict["code"])
 
     def tell(self, error: Exception) -> RankFailed | None:
-        """Handle an error that ends this rank's run. Its own error is stored for the other ranks ->
-        None. For a lost connection -> RankFailed to raise instead, if the store has a reason or is
-        lost itself; otherwise None."""
+        """Handle an error that ends this rank's run. If the error is this rank's own, it is stored,
+        so that the other ranks learn of it, and the result is None. If this rank has lost the
+        connection to another, the result is the RankFailed to raise instead, when the store knows a
+        reason or is lost itself; otherwise None."""
         failed: list[RankFailed] = []
 
         def ask() -> None:
@@ -462,8 +468,9 @@ class Watchdog:
         return failed[0] if failed else None
 
     def _tell(self, error: Exception) -> Iterator[RankFailed]:
-        """Store the error for the other ranks, or yield the RankFailed to raise instead. tell()
-        calls it and limits its time."""
+        """The part of tell() that uses the ranks' store; tell() limits its time. error: if it is
+        this rank's own, it is stored for the other ranks. If it is a lost connection, yield the
+        RankFailed to raise instead, when the store has a reason."""
         if not lost_a_rank(error):
             line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._judge(f"{self._name} failed: {line}", code=1)
@@ -481,12 +488,12 @@ class Watchdog:
 
 
 def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
-    """Indices of the late ranks by their answers; [] if no rank is behind the others.
+    """Indices of the late ranks by their answers; [] if no rank is behind the others. answers: one
+    per rank, as Watchdog._answer() stores it, or SILENT for a rank without an answer.
 
     Three filters, one after another: ranks that have begun the fewest phases (-1 without an
     answer); of these, ranks that do not wait for others, if there are any; of these, ranks with
-    fewer micro-batches than another late rank of their pipeline stage, if there are any.
-    """
+    fewer micro-batches than another late rank of their pipeline stage, if there are any."""
     progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
     late = [rank for rank, own in enumerate(progress) if own == min(progress)]
     most: dict[int, int] = {}
@@ -500,8 +507,9 @@ def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
 
 def describe(late: list[int], answers: list[dict[str, Any]], names: list[str]) -> str:
     """Text about late ranks: phase, host and stack of the first few, as far as they answered, then
-    the phases of the other ranks. If `late` is empty, the first few of all ranks are described,
-    then all phases. names: each rank's name, with its host."""
+    the phases of the other ranks. late: the indices of the late ranks; if it is empty, the first
+    few of all ranks are described, then all phases. answers: one per rank, as in ranks_behind().
+    names: each rank's name, with its host."""
     lines = [f"{len(late)} of {len(names)} ranks behind:"]
     for rank in (late or range(len(names)))[:_SHOWN]:
         lines.append(f"{names[rank]}: {answers[rank]['text']}")

@@ -87,8 +87,10 @@ def fill(models: Any, source: TensorSource, only: Container[Key] | None = None) 
 def _checked_part(
     row: Row, layer: int | None, source: TensorSource, config: Any, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Read this rank's shard of a megatron tensor (row, layer) from a source. shape: the shard's.
-    ValueError if one of the Hugging Face tensors that it is made from has the wrong shape."""
+    """Read this rank's shard of one megatron tensor from Hugging Face tensors (source). row: the
+    Row, which names the tensor in both formats. layer: the layer's index, or None outside the
+    layers. shape: the shard's. ValueError if a Hugging Face tensor that it is made from has the
+    wrong shape."""
     total, *rest = _whole_shape(row, shape, config)
     if row.mca in VOCABULARY:
         total = config.vocab_size
@@ -100,8 +102,9 @@ def _checked_part(
 
 
 def check_names(config: Any, names: Set[str]) -> None:
-    """Raise ValueError if `names`, the source's tensors, lack a tensor of the model, or include one
-    that is none of the model's, no copy (copies_of) and not known to be unused (is_unused).
+    """Raise ValueError if a checkpoint's tensors are not those of the model. names: the Hugging
+    Face names of its tensors. It is an error if one that the model needs is missing, or if one is
+    unknown: not the model's, no copy (copies_of), and not known to be unused (is_unused).
 
     Every rank checks all pipeline stages, so all ranks raise and none is left waiting.
     """
@@ -121,13 +124,15 @@ def check_names(config: Any, names: Set[str]) -> None:
 
 
 def _names(rows: LayerRows) -> set[str]:
-    """The Hugging Face tensor names in (row, layer) pairs."""
+    """The Hugging Face names of the tensors in (row, layer) pairs, as from in_layer_order(). A Row
+    names a megatron tensor and the Hugging Face tensors that it is made from."""
     return {hf.format(layer) for row, layer in rows for hf in row.hf}
 
 
 def degree(row: Row, config: Any) -> int:
-    """Number of ranks over which the row's tensor is sharded: the expert-tensor-parallel size for
-    an expert's tensor, otherwise the tensor-parallel size; 1 if each rank has the whole tensor."""
+    """Number of ranks over which a megatron tensor, described by its Row, is sharded: the
+    expert-tensor-parallel size for an expert's tensor, otherwise the tensor-parallel size; 1 if
+    each rank has the whole tensor."""
     if row.axis is None:
         return 1
     if row.expert is None:
@@ -136,7 +141,8 @@ def degree(row: Row, config: Any) -> int:
 
 
 def _whole_shape(row: Row, shape: Sequence[int], config: Any) -> list[int]:
-    """The shape of a whole megatron tensor, given the shape of one tensor-parallel rank's shard."""
+    """The shape of a whole megatron tensor (described by its Row), from `shape`, that of one
+    tensor-parallel rank's shard."""
     whole = list(shape)
     if row.axis is not None:
         whole[row.axis] *= degree(row, config)
@@ -144,8 +150,9 @@ def _whole_shape(row: Row, shape: Sequence[int], config: Any) -> list[int]:
 
 
 def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
-    """Row counts of the Hugging Face tensors in a megatron tensor of `total` rows, as one list per
-    tensor: [[q], [k], [v]] for three tensors, [[q, k, v]] for one fused tensor."""
+    """Numbers of rows of a megatron tensor that come from each of its Hugging Face tensors, as one
+    list per Hugging Face tensor: [[q], [k], [v]] for three tensors, [[q, k, v]] if one tensor
+    contains the three. row: the Row that describes the tensor. total: its number of rows."""
     parts = [total]
     if row.kind == "gated":
         parts = [total // 2] * 2
@@ -165,15 +172,16 @@ def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
 
 
 def row_sizes(row: Row, total: int, config: Any) -> list[int]:
-    """Row counts of the Hugging Face tensors that make up a megatron tensor of `total` rows, a
-    vocabulary's padding included."""
+    """Numbers of rows of a megatron tensor that come from each of its Hugging Face tensors, one
+    number per Hugging Face tensor. row: the Row that describes the tensor. total: its number of
+    rows; a vocabulary's padding is counted if `total` includes it."""
     return [sum(parts) for parts in row_parts(row, total, config)]
 
 
 def num_groups(row: Row, config: Any) -> int:
-    """Number of row groups in a megatron tensor. Each group has a share of every Hugging Face
-    tensor that the megatron tensor is made from: q, k and v of the first query group, then q, k and
-    v of the second, and so on."""
+    """Number of row groups in a megatron tensor. megatron interleaves the Hugging Face tensors that
+    it joins: each group has a share of every one of them. A tensor of q, k and v, for example, has
+    q, k and v of the first query group, then those of the second, and so on."""
     if row.kind == "qkv":
         return config.num_query_groups
     if row.kind == "qk":
@@ -186,8 +194,9 @@ def num_groups(row: Row, config: Any) -> int:
 def read_part(
     row: Row, layer: int | None, source: TensorSource, config: Any, rank: int
 ) -> torch.Tensor:
-    """Read a tensor-parallel rank's shard of a megatron tensor, in the source's dtype. A vocabulary
-    matrix is padded with zeros.
+    """Read one of the shards into which tensor parallelism divides a megatron tensor, from Hugging
+    Face tensors (source), in their dtype. row: the Row that describes the tensor. layer: the
+    layer's index or None. rank: the shard's index. A vocabulary matrix is padded with zeros.
 
     If the shard has whole rows, only row groups (num_groups) with a row of it are read.
     """
@@ -233,9 +242,10 @@ def vocabulary_names(config: Any) -> set[str]:
 
 
 def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> NamedTensors:
-    """Split `full`, a whole megatron tensor, into its Hugging Face tensors and yield (HF name,
-    tensor). Rows that pad the vocabulary are left out. Embedding and output layer are also yielded
-    under the names of copies_of()."""
+    """Split a whole megatron tensor (full) into its Hugging Face tensors: yield (HF name, tensor).
+    row: the Row that describes the tensor. layer: the layer's index or None. Rows that pad the
+    vocabulary are left out. Embedding and output layer are also yielded under the names of
+    copies_of()."""
     names = [hf.format(layer) for hf in row.hf]
     groups = num_groups(row, config)
     of_tensors = row_parts(row, len(full), config)
@@ -255,11 +265,11 @@ def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> Named
 def iter_hf_tensors(
     models: Any, only: Container[Key] | None = None, device: str | torch.device = "cpu"
 ) -> NamedTensors:
-    """On global rank 0, yield (HF name, copy on `device`) for the whole model, one at a time; on
-    other ranks nothing.
+    """Gather the model's weights on global rank 0, which yields (HF name, copy on `device`), one
+    tensor at a time. Other ranks yield nothing, but must iterate to the end too.
 
-    Every rank must iterate to the end. only: the (megatron name, layer) pairs to export. A tied
-    head is left out. Collective over all ranks: gathers over tensor-parallel and
+    only: the (megatron name, layer) pairs to export; None: all. An output layer that is tied to the
+    embedding is left out. Collective over all ranks: gathers over tensor-parallel and
     expert-tensor-parallel groups, sends to rank 0.
     """
     config = models.config
@@ -296,20 +306,23 @@ def forms_of(models: Any) -> NamedTensors:
 
 
 def own_parameters(models: Any) -> dict[Key, torch.Tensor]:
-    """{(megatron name, layer index): tensor} for this rank's weights, see global_parameter_names().
-    Names have {} for the layer; the index is None outside the layers."""
+    """This rank's weights: {(megatron name, layer index): tensor}. In the name, {} stands for the
+    layer. The index is None outside the layers. See global_parameter_names()."""
     named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
     return {(name, layer): parameter for name, layer, parameter in named}
 
 
 def stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter or buffer behind a tensor from own_parameters. For an expert that is the
-    parameter of all the rank's experts, of which its tensor is a view."""
+    """The whole parameter or buffer to which a tensor from own_parameters() belongs. An expert's
+    tensor is a view of the parameter that stacks all the rank's experts. A tensor that is no view
+    is returned unchanged."""
     return tensor if tensor._base is None else tensor._base
 
 
 def _exported(config: Any) -> LayerRows:
-    """Yield the (row, layer) pairs of an export in layer order. A tied output layer is left out."""
+    """Yield the tensors of an export in layer order, as (row, layer); a Row names a tensor in
+    megatron's and Hugging Face's format. An output layer that is tied to the embedding is left out.
+    """
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
         if not tied or row.mca != VOCABULARY[1]:
@@ -317,8 +330,9 @@ def _exported(config: Any) -> LayerRows:
 
 
 def _locate(parameters: dict[Key, torch.Tensor]) -> Mapping[Key, tuple[int, torch.Tensor]]:
-    """{(megatron name, layer): (global rank that has its first shard, this shard as a meta tensor)}
-    for the whole model, on every rank. Collective over all ranks."""
+    """Find a rank that holds each tensor of the whole model -> {(megatron name, layer): (global
+    rank that has its first shard, this shard as a meta tensor)}, on every rank. parameters: this
+    rank's, from own_parameters(). Collective over all ranks."""
     here: dict[Any, Any] = {}
     for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
@@ -328,8 +342,9 @@ def _locate(parameters: dict[Key, torch.Tensor]) -> Mapping[Key, tuple[int, torc
 
 
 def in_layer_order(config: Any) -> LayerRows:
-    """Yield (row, layer) for each tensor of the whole model: the embedding, the layers one after
-    another, then the final norm, the output layer and others outside the layers, with layer None.
+    """Yield (row, layer) for each tensor of the whole model; a Row names a tensor in megatron's and
+    Hugging Face's format. First comes the embedding, then the layers one after another, then the
+    final norm, the output layer and others outside the layers. Outside the layers, `layer` is None.
 
     config: McaModelConfig, or an object with hf_model_type, num_layers, mtp_num_layers,
     is_moe_layer() and the fields that rows read.
@@ -382,11 +397,13 @@ def write_model(
     change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write a Hugging Face checkpoint from global rank 0's (HF name, CPU tensor) pairs -> the file
-    names on rank 0, [] elsewhere. See export_hf for `change` and `beside`.
+    """Write a Hugging Face checkpoint from the tensors that global rank 0 yields, as pairs (HF
+    name, CPU tensor) -> the file names on rank 0, [] elsewhere. See export_hf for `change` and
+    `beside`.
 
-    source: folder or hub name that the model was loaded from.
-    num_trained: how many of its multi-token prediction layers are in the model.
+    source: folder or hub name that the model was loaded from. hf_config: the content of
+    config.json. num_trained: how many of the source's multi-token prediction layers are in the
+    model.
 
     Collective over all ranks. OSError, on every rank, if the files cannot be written.
     """
@@ -416,8 +433,9 @@ def write_model(
 
 
 def copies_of(row: Row, config: Any) -> list[str]:
-    """Names under which checkpoints repeat the embedding or output layer in multi-token prediction
-    layers; [] for any other row, and if the model has no such layers."""
+    """Further Hugging Face names of the embedding or output layer: checkpoints repeat these tensors
+    in multi-token prediction layers. row: the Row that describes the tensor. [] for any other
+    tensor, and if the model has no such layers."""
     if not config.mtp_num_layers:
         return []
     copies: list[str] = function_of("part_mtp:copies_of")(row, config)

@@ -55,7 +55,8 @@ _ALL: Part = (slice(None),)
 
 
 class TensorSource(Protocol):
-    """Protocol for a checkpoint's tensors, by Hugging Face name, of which slices can be read."""
+    """Protocol for a checkpoint from which tensors, or slices of them, are read by Hugging Face
+    name."""
 
     def names(self) -> KeysView[str]: ...
     def shape(self, name: str) -> Shape: ...
@@ -71,12 +72,13 @@ OF_VALUE_HEAD = ("architectures", "id2label", "label2id")
 def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int
 ) -> list[str]:
-    """Write named tensors as safetensors, with an index if there are several files, from this
-    process -> the file names.
+    """Write named tensors as safetensors files to `folder`, from this process -> the file names.
+    Several files get an index.
 
-    A file's tensors have at most max_shard_size, unless one is larger. It is written once the next
-    tensor would not fit or there is none. On success the weight files of an earlier export are
-    removed; if a tensor cannot be written they remain."""
+    max_shard_size: most bytes of tensors in a file, also as text such as "5GB"; a larger tensor
+    gets a file alone. A file is written once the next tensor would not fit or there is none. On
+    success the weight files of an earlier export are removed; if a tensor cannot be written they
+    remain."""
     shards: list[list[str]] = []
     total_size = 0
     with replacing(folder) as beside:
@@ -106,8 +108,8 @@ def write_safetensors(
 def _in_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield {name: tensor} for each file of at most `limit` bytes; a larger tensor gets a file
-    alone. The dict is cleared when the next one is requested."""
+    """Group tensors into files: yield {name: tensor} for each file of at most `limit` bytes. A
+    larger tensor gets a file alone. The yielded dict is cleared when the next one is requested."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -128,12 +130,13 @@ _POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
 def write_hf_config(
     hf_config: dict[str, Any], source: str | None, folder: Path, dtype: torch.dtype
 ) -> list[str]:
-    """Write config.json to `folder` -> [its name].
+    """Write the config.json of an export to `folder` -> [its name].
 
-    It is a copy of config.json in the folder `source`, or of hf_config if there is none with a
-    model_type. `dtype` and hf_config decide dtype, vocabulary size, more multi-token prediction
-    layers than the source names, scaled rotary parameters and a value head's keys.
-    quantization_config, torch_dtype and _name_or_path are left out."""
+    It starts as a copy of config.json in the folder `source`; if that has none with a model_type,
+    as a copy of hf_config, the trained model's. From hf_config come then: vocabulary size, scaled
+    rotary parameters, a value head's keys, and the number of multi-token prediction layers if it is
+    larger. dtype: of the exported weights. quantization_config, torch_dtype and _name_or_path are
+    left out."""
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
         stored = read_json(Path(source) / HF_CONFIG_NAME)
@@ -187,25 +190,27 @@ _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
 def _is_stacked(model_type: str | None) -> bool:
-    """True for a model type whose files and transformers modules both have a layer's experts in one
-    tensor, with gate and up alternating."""
+    """True for a model type whose experts are stacked and interleaved: files and transformers'
+    modules both have a layer's experts in one tensor, in which gate and up projections alternate.
+    """
     return model_type in FAMILIES and FAMILIES[model_type].stacked_experts == "in_turns"
 
 
 def _stacked_experts() -> Any:
-    """Import the module that reads and writes stacked experts. UserError if its file is missing."""
+    """The module that reads and writes stacked experts (a layer's experts in one tensor), imported
+    here. UserError if its file is missing."""
     return function_of(TENSOR_FORMATS["stacked_experts"])
 
 
 def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple[Any, ...]]]:
-    """[(name in a file, index into the tensor)] for a tensor of a transformers module, which files
-    may store in several parts. name, shape: the module's tensor. Prefixes stay transformers', also
-    where files have others (prefixes_of).
+    """Tell under which names files store a tensor of a transformers module -> [(name in a file,
+    index into the tensor)], one pair for each part. name, shape: the module's tensor.
 
-    Stacked experts have one part per expert and projection, under the names of single experts;
-    other tensors have one part, with the index (). Model types without a row in FAMILIES keep their
-    names. ValueError if a known family has stacked experts but its rows name none.
-    """
+    Stacked experts (a layer's in one tensor) have one part per expert and projection, under the
+    names of single experts; other tensors have one part, with the index (). Names keep
+    transformers' prefixes, even if the files have others (prefixes_of). Model types without a row
+    in FAMILIES keep their names. ValueError if a known family has stacked experts but its rows do
+    not name them."""
     if model_type not in FAMILIES:
         return [(name, ())]
     for module, file in FAMILIES[model_type].renamed.items():
@@ -250,11 +255,13 @@ def named_tensors(model: Any, tied_twice: bool = False) -> NamedTensors:
 def file_tensors(
     model: Any, tied_twice: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name in a file, but with transformers' prefix; the model's tensor; the part of it that
-    files store under that name, as a view) for a transformers model.
+    """Yield the tensors of a transformers model in the parts that files store: (name in a file, the
+    model's tensor, the part of it that has this name, as a view). Names have transformers'
+    prefixes, even if the files have others.
 
-    LoRA adapters are left out. Stacked experts of a family in FAMILIES yield one part per expert
-    and projection, under the names of single experts. tied_twice: see named_tensors."""
+    LoRA adapters are left out. Stacked experts (a layer's in one tensor) of a family in FAMILIES
+    yield one part per expert and projection, under the names of single experts. tied_twice: True to
+    yield tied parameters under both names."""
     model_type = model.config.model_type
     is_stacked = _is_stacked(model_type)
     for name, tensor in named_tensors(model, tied_twice):
@@ -268,9 +275,9 @@ def file_tensors(
 
 
 def prefixes_of(names: Iterable[str]) -> dict[str, str]:
-    """{prefix in transformers' module names: prefix in a checkpoint's tensor names}, for a
-    checkpoint whose prefixes differ from transformers', as its vision tower's names show; otherwise
-    {}. names: the checkpoint's tensor names."""
+    """Tell which prefixes of a checkpoint's tensor names differ from transformers' module names ->
+    {prefix in the modules: prefix in the checkpoint}. The names of the vision tower show this; if
+    they do not, {}. names: the checkpoint's tensor names."""
     names = tuple(names)
     for prefixes in (OLDER_PREFIXES, THINKER_PREFIXES):
         if any(name.startswith(prefixes["model.visual."]) for name in names):
@@ -279,8 +286,8 @@ def prefixes_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
-    """`name` with its prefix replaced, by the first (old, new) pair in `prefixes` whose old prefix
-    it has; unchanged if there is no such pair."""
+    """Replace the prefix of a tensor's name, by the first pair (old, new) in `prefixes` with whose
+    `old` the name begins. Without such a pair the name is returned unchanged."""
     for old, new in prefixes:
         if name.startswith(old):
             return new + name.removeprefix(old)
@@ -293,10 +300,11 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 
 class SafetensorsSource:
-    """A TensorSource for the safetensors of a folder or hub model. Names are those in the files,
-    but with the prefixes of transformers' modules, and with single experts' names for stacked ones.
+    """Reads tensors from the safetensors files of a folder or hub model, as a TensorSource. Its
+    names have the prefixes of transformers' modules; if files have a layer's experts in one tensor
+    (stacked), single experts have names of their own.
 
-    prefixes: {prefix in transformers' module names: prefix in the files}, where they differ.
+    prefixes: {prefix in transformers' module names: prefix in the files}, for those that differ.
     stored: the tensor names in the files, before stacked experts are split and prefixes replaced;
     for files with NF4 weights as part_quantised_files.unpacked() gives them. format: how the files
     stack experts (part_stacked.format_of), "" if they do not."""
@@ -321,10 +329,10 @@ class SafetensorsSource:
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """Read a tensor, or the slice `part` of it. Only the bytes of `part` are read from the
-        file, with exceptions: a quantised weight is read in whole blocks or rows; where gate and up
-        rows of experts alternate in one tensor, both are read; and of an adapter's matrix for the
-        experts of a layer together, more is read."""
+        """Read a tensor, or the slice `part` of it. In general only the bytes of `part` are read
+        from the file. More is read of a quantised weight (whole blocks or rows), of experts whose
+        gate and up rows alternate in one tensor (both), and of an adapter's matrix that holds the
+        experts of a layer together."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
@@ -404,9 +412,10 @@ def model_class(hf: Any) -> Any:
 # cached, because a start needs them several times, and a large model's take seconds
 @functools.lru_cache(maxsize=4)
 def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
-    """(transformers' config, {name in files, with transformers' prefix: shape}) for a model.
-    hf_config: the JSON text of its config.json. ValueError if transformers cannot build the model.
-    Cached in this process."""
+    """transformers' config of a model, and the shape of each of its tensors: (config, {name:
+    shape}). The names are those in files, but with transformers' prefixes. hf_config: the JSON text
+    of its config.json. ValueError if transformers cannot build the model. Cached in this process.
+    """
     import transformers
 
     try:
@@ -418,11 +427,12 @@ def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
 
 
 def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
-    """Path of the file that caches the shapes of a model's tensors. Its name is a hash of all that
-    determines them.
+    """Path of the file that caches the shapes of a model's tensors, named by a hash of all that
+    determines them. None, so that nothing is cached, if the model's class is not part of a
+    transformers release, this package's source files are missing, or there is no home folder.
 
-    version: transformers' version. None, for no caching, if the model's class is not part of a
-    transformers release, this package's source files are missing, or there is no home folder."""
+    hf: transformers' config. hf_config: the JSON text of config.json. version: transformers'
+    version."""
     if ".dev" in version or not type(hf).__module__.startswith("transformers.models."):
         return None
     try:
@@ -437,9 +447,10 @@ def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
 
 
 def _cached_shapes(hf: Any, file: Path | None) -> dict[str, Shape]:
-    """{name as in shapes_of: shape of the tensor}. Read from the cache file, or else computed from
-    the model on the meta device, which takes seconds; local rank 0 then writes the cache file, if
-    it can. file: None: no cache."""
+    """The shape of each tensor of a model, {name as in shapes_of: shape}. It is read from the cache
+    `file` if that is there and intact. Otherwise the model is built on the meta device, which takes
+    seconds; local rank 0 then writes the file, if it can. hf: transformers' config. file: None: no
+    cache."""
     if file is not None:
         with contextlib.suppress(OSError, KeyError, ValueError):  # a damaged file is no cache
             kept = read_json(file) if is_there(file) else {}
@@ -463,8 +474,9 @@ def _crc32(record: Any) -> int:
 
 
 def check_shapes(source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
-    """Raise ValueError if a tensor's shape in the source differs from the model that config.json
-    describes. A name that only one of them has is not checked. Reads only the files' headers."""
+    """Compare the shapes of a source's tensors with the model that config.json (hf_config)
+    describes; ValueError if one differs. A name that only one of the two has is not checked. Reads
+    only the files' headers."""
     shapes = shapes_of(json.dumps(hf_config))[1]
     for name in sorted(source.names() & shapes.keys()):
         check_shape(source, name, shapes[name])
@@ -542,8 +554,8 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 class ScoredSource:
-    """Checkpoint tensors for a model with a value head: those of `source` without the output layer.
-    If `source` has no value head, the value head's weight is drawn at random from `seed`."""
+    """A TensorSource for a model with a value head: the tensors of `source` without the output
+    layer. If `source` has no value head, the value head's weight is drawn at random from `seed`."""
 
     def __init__(self, source: TensorSource, hf_config: dict[str, Any], seed: int):
         self._source = source
@@ -566,8 +578,10 @@ class ScoredSource:
 
 
 def scored(config: Any, source: SafetensorsSource, seed: int) -> SafetensorsSource | ScoredSource:
-    """The source, or for a config with a value head a ScoredSource around it; then ConfigError if
-    the files contain the value head of TRL or LLaMA-Factory instead."""
+    """The tensors for a model to load: `source` itself, or for a config with a value head a
+    ScoredSource (with a value head, without the output layer). In the second case ConfigError if
+    the files contain the value head of TRL or LLaMA-Factory instead. seed: for drawing a missing
+    value head."""
     if not config.has_value_head:
         return source
     check_value_head(source)
@@ -608,15 +622,15 @@ MEAN_ROWS = 4096  # rows in memory at a time
 
 
 def mean_row(read: Callable[[Part], torch.Tensor], rows: int) -> torch.Tensor:
-    """Mean of a matrix's rows, float64 [h] on the CPU. read(part): returns a slice of rows. rows:
-    number of rows in the matrix."""
+    """Mean of a matrix's rows, float64 [h] on the CPU. read(part): returns the rows of a slice;
+    `part` is a tuple of one slice. rows: number of rows in the matrix."""
     parts = (read((slice(i, min(i + MEAN_ROWS, rows)),)) for i in range(0, rows, MEAN_ROWS))
     return sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows
 
 
 class GrownSource:
-    """A TensorSource with rows for new tokens: the matrices in `names` are extended to `vocab_size`
-    rows. New rows are the mean of the old ones."""
+    """A TensorSource that adds rows for new tokens: the matrices in `names`, such as the embedding,
+    are extended to `vocab_size` rows. New rows are the mean of the old ones."""
 
     def __init__(self, source: TensorSource, names: Collection[str], vocab_size: int):
         self._source = source
@@ -633,8 +647,8 @@ class GrownSource:
         return shape
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """The slice `part` of a tensor. For a grown matrix only the slice of rows counts: columns
-        are whole."""
+        """Read the slice `part` of a tensor. Of a matrix with new rows only the slice of rows is
+        applied: its columns are returned whole."""
         if name not in self._vocabulary:
             return self._source.read(name, part)
         rows = range(self._vocab_size)[part[0]]
@@ -648,9 +662,9 @@ class GrownSource:
 
 
 def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
-    """Grow the embedding, the output layer (unless a value head replaces it) and the config of a
-    transformers model to vocab_size, in place. New rows are the mean of the old rows, rounded to
-    `dtype`, in which the files have the weights."""
+    """Add rows for new tokens to a transformers model, in place: its embedding, output layer
+    (unless a value head replaces it) and config grow to vocab_size. New rows are the mean of the
+    old rows, rounded to `dtype`, that of the weights in the files."""
     modules = [model.get_input_embeddings, model.get_output_embeddings]
     if has_value_head(model.config.architectures):
         modules.pop()
@@ -665,12 +679,12 @@ def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
 
 
 def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0) -> bool:
-    """True if this package reads no checkpoint tensor of this name: loading skips it, and an export
-    copies it.
+    """True if this package does not read the checkpoint tensor `name`, so that loading skips it and
+    an export copies it.
 
-    Of multi-token prediction layers whose indices follow the decoder's, the first num_trained are
-    read. Tensors of Family.unused are unused only if num_trained is 0 or None.
-    """
+    num_trained: number of multi-token prediction layers in the model. Checkpoints may number such
+    layers after the decoder's: the first num_trained are read, the others are unused. Tensors of
+    Family.unused are unused only if num_trained is 0 or None."""
     family = FAMILIES.get(str(hf_config.get("model_type")))
     patterns: tuple[str, ...] = UNUSED_TENSORS
     if family is not None and not num_trained:
@@ -701,12 +715,12 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 def in_words_of(
     source: str | None, hf_config: dict[str, Any], tensors: NamedTensors
 ) -> NamedTensors:
-    """Rename (name, tensor) pairs for an export: to the names in the source's files, or if the
-    source is gone and the model type is in FAMILIES, to the names that transformers saves. source:
-    folder or hub name that the model came from.
+    """Rename (name, tensor) pairs for an export, to the names in the files that the model came
+    from. If these are gone and the model type is in FAMILIES, to the names that transformers saves.
+    source: folder or hub name of the original model.
 
-    Experts are stacked as in the source's files; as in the family's, if the source is gone or the
-    family's gate and up alternate. They are never quantised to MXFP4."""
+    Experts are stacked (a layer's in one tensor) as in the original files; if these are gone, or
+    the family's gate and up alternate, as the family's are. They are never quantised to MXFP4."""
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
     form, names = "" if family is None else family.stacked_experts, None
@@ -723,10 +737,11 @@ def in_words_of(
 def carried_tensors(
     source: str | None, hf_config: dict[str, Any], num_trained: int | None = 0
 ) -> NamedTensors:
-    """Yield (name, tensor) for the tensors in the model's source that this package does not read
-    (is_unused), for an export to keep; copies of embedding and head get rows for new tokens. If the
-    source is gone: nothing, and a warning if config.json mentions such layers. source: folder or
-    hub name. num_trained: how many multi-token prediction layers are in the model."""
+    """Yield (name, tensor) for the tensors of the original model that this package does not read
+    (is_unused), so that an export keeps them. Copies of embedding and head among them get rows for
+    new tokens. If the original files are gone, yields nothing, and warns if config.json mentions
+    such layers. source: folder or hub name. num_trained: number of multi-token prediction layers in
+    the model."""
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)

@@ -80,8 +80,9 @@ def planned_world(size: int) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Check the environment variables that torchrun sets; if they are missing in one of several
-    tasks of SLURM's srun, set them from SLURM's.
+    """Prepare the environment variables by which the ranks find each other (RANK, WORLD_SIZE,
+    MASTER_ADDR, ...). Those that torchrun sets are checked. In one of several tasks of SLURM's
+    srun, without RANK and WORLD_SIZE, they are set from SLURM's variables.
 
     Without a launcher, this process is a world of one rank. ValueError if rank, size and address
     are incomplete or impossible. May be called again; does nothing if the host program has already
@@ -202,15 +203,18 @@ def watch_meeting() -> None:
 
 
 def _ranks_there(name: str) -> set[str]:
-    """Ranks whose sockets of this name, bound by watch_meeting(), exist on this machine."""
+    """The ranks on this machine that have bound the socket by which watch_meeting() shows that a
+    rank is alive. name: the beginning of the sockets' names, before the rank."""
     return set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
 
 
 def _look_at_ranks(name: str, rank: int, seen: set[str]) -> None:
-    """Until the ranks are connected, look every second at the sockets that watch_meeting() binds,
-    and exit this process if a socket that was there before is gone: its rank has ended.
+    """Exit this process if another rank on this machine ends before the ranks are connected. Until
+    then, look every second at the sockets that watch_meeting() binds: a socket that is gone means
+    that its rank has ended.
 
-    seen: the ranks that were there when this one started."""
+    name: the beginning of the sockets' names, before the rank. rank: this process's rank. seen: the
+    ranks that were there when this one started."""
     while not met.wait(1.0):
         there = _ranks_there(name)
         gone = seen - there
