@@ -180,8 +180,8 @@ class TokenLossModel(torch.nn.Module):
     def _head_is_plain(self) -> bool:
         """Find out whether the model's logits are its last hidden states times the head's weight:
         True if so. A test pass runs with large numbers in place of the head's output, because a cap
-        would hardly change small ones. ValueError if this pass raises a RuntimeError, unless memory
-        runs out."""
+        would hardly change small ones. ValueError if this pass raises a RuntimeError, unless the
+        GPU's memory runs out."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()

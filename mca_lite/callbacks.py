@@ -97,8 +97,9 @@ class TrainerControl:
     should_training_stop ends the run after this step, or before the first one if on_train_begin
     sets it; flags that are set before train() are forgotten. should_epoch_stop goes on with the
     next epoch, if there is one (a stream is one epoch); the skipped steps count as steps of the
-    run, so the run does not get longer. should_log, should_evaluate and should_save hold for this
-    step, and are cleared before the next one."""
+    run, so the run does not get longer; it has no effect from on_train_begin. should_log,
+    should_evaluate and should_save, set from on_step_begin to on_step_end, are followed after this
+    step in this order; they are cleared before each step."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False

@@ -542,8 +542,9 @@ def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
 def load_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> None:
     """Verify a checkpoint, and load its weights into the backend's model. with_optimizer: True to
     load the optimizer's state too. Raises CheckpointError if the checkpoint is damaged, does not
-    fit the backend and model, or lacks an optimizer state that is asked for; ValueError if adapters
-    in the checkpoint do not fit the model. Collective."""
+    fit the backend and model, or lacks an optimizer state that is asked for; ValueError if the
+    checkpoint's adapters do not fit the model, or if only one of the two has adapters.
+    Collective."""
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:

@@ -592,7 +592,8 @@ def needs_file(values: dict[str, Any]) -> bool:
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
     """Report to `judge`, which collects problems, if a model cannot be trained because of its
     model_type. values: the contents of its config.json; without a model_type nothing is reported.
-    use_mca: if False, causal language models of transformers pass too. A model whose layers or
+    use_mca: if False, causal language models of transformers pass too, and those with code of
+    their own. A model whose layers or
     inputs need an optional part of this package is refused if that part's files are missing."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:

@@ -214,7 +214,7 @@ _HEADS_ADAPTERS = ("output_layer.lora", "lm_head.lora")
 @dataclass
 class Resident:
     """The output of a teacher in memory for one micro-batch. head: the teacher's output layer.
-    hidden: the teacher's last hidden states [b, s, h] on this rank."""
+    hidden: the teacher's last hidden states [b, s, h] on this rank, 0 where there is no label."""
 
     head: Head
     hidden: torch.Tensor

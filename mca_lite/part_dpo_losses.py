@@ -162,7 +162,8 @@ def sigmoid_norm(r: Responses, config: Any) -> torch.Tensor:
 def hinge(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of SLiC's hinge (2305.10425) on log-ratios, as in RSO (2309.06657): max(0, 1 - d)
     with d = beta (c - r) - margin. c and r are the log-ratios of the chosen and the rejected answer
-    to the reference, or the slopes of another f-divergence (see scores)."""
+    to the reference (weighted by ld_alpha, if it is set), or the slopes of another f-divergence
+    (see scores)."""
     return (1 - _difference(r, config)).clamp(min=0)
 
 
@@ -325,7 +326,8 @@ def simpo(r: Responses, config: Any) -> torch.Tensor:
 def cpo(r: Responses, config: Any) -> torch.Tensor:
     """Losses [P] of CPO (2401.08417): -(1 - e) log sigmoid(d) - e log sigmoid(-d) + cpo_alpha *
     (token loss of the chosen answer), with d = beta (log p(chosen) - log p(rejected)) - margin and
-    e = label_smoothing. There is no reference."""
+    e = label_smoothing. With ld_alpha, the log-probabilities in d are weighted by it. There is no
+    reference."""
     d = _margin(r, config, r.chosen, r.rejected)
     return _smoothed(d, config.label_smoothing) + config.cpo_alpha * _token_loss(r)
 

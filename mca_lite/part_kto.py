@@ -334,7 +334,8 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
 def _every_second(batch: Batch, first: int) -> Batch:
     """Keep only the documents first, first + 2 and so on of a micro-batch. batch: an arranged one
     (from batch.pack or split). Rows that are not packed become as long as the longest document that
-    is left. A packed row has these documents end to end; one of padding alone keeps one document.
+    is left, at least 1. A packed row has these documents end to end; one of padding alone keeps one
+    document.
     Columns per document, sample or image are unchanged."""
     chosen = dict(batch)
     names = [name for name in batch if is_of_tokens(name)]

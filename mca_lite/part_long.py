@@ -198,8 +198,8 @@ class Offloaded:
 
 
 def _can_leave(tensor: torch.Tensor) -> bool:
-    """True if a tensor can be offloaded: it is floating point, not empty, and has no gaps in
-    memory."""
+    """True if a tensor can be offloaded: it is floating point, not empty, and its elements lie in
+    memory without gaps and without sharing places, as those of an expanded tensor do."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.is_floating_point() and tensor.numel() > 0 and dense
 

@@ -40,7 +40,7 @@ class OffloadedOptimizer:
     def _host_groups(self) -> ParamGroups:
         """Make the parameter groups of the host's optimizer: those of the wrapped optimizer, with
         the same options, but only the offloaded parameters. Each is replaced by a stand-in, which
-        holds its values on the CPU during an update."""
+        holds its values on the CPU during an update that it takes part in."""
         groups = []
         for group in self.param_groups:
             params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]

@@ -83,7 +83,7 @@ def _both(part: slice | tuple[slice, ...]) -> tuple[slice, slice]:
 
 class _EveryOther:
     """Every second row of a stored weight, read like a safetensors slice. slices: the weight's
-    safetensors slice. first: the row to start with, 0 or 1."""
+    safetensors slice, or what stands for it. first: the row to start with, 0 or 1."""
 
     def __init__(self, slices: Any, first: int):
         self._slices = slices

@@ -434,9 +434,10 @@ class ScoredTrainer(McaTrainer):
         return {self.kind: scores} if scores else {}
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
-        """Raise CheckpointError if a checkpoint has other first scores than this run, which means
-        that it was trained against another scoring model. Nothing is compared if one of the two has
-        no scores. facts: the checkpoint's objective_facts. folder: the checkpoint's."""
+        """Raise CheckpointError if a checkpoint has other first scores than this run, beyond
+        rounding: it was probably trained against another scoring model. Nothing is compared if one
+        of the two has no scores. facts: the checkpoint's objective_facts. folder: the
+        checkpoint's."""
         written = facts.get(self.kind)
         now = self.objective_facts().get(self.kind)
         if written and now and not self._is_same(now, written):

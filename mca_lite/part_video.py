@@ -325,8 +325,8 @@ class VideoVision(Vision):
     @functools.cached_property
     def frame_processor(self) -> Any:
         """transformers' image processor of the model, also used for frames of videos. ValueError if
-        the model's files give videos other values than images for a setting in _SHARED, such as
-        patch_size."""
+        the model's files give videos a setting in _SHARED, such as patch_size, that the image
+        processor's files lack or give another value."""
         own = self._settings()
         for name in _SETTINGS:
             path = self.folder / name

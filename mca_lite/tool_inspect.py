@@ -314,7 +314,7 @@ def main_parity(words: list[str]) -> int:
     the whole model beside its part of the layout, and the activations of a micro-batch in float32,
     twice that for a run in float32; in host memory 4 bytes for each parameter. Dropout and
     multi-token prediction are off; adapters that would begin at 0 get small values. Nothing of the
-    run is written.
+    run is written but its tokenised data, into cache_dir.
 
     Exit code: 0 where they agree, 3 where they differ; the same on every rank.
     """

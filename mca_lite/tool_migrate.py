@@ -307,7 +307,8 @@ def _checked(line: Line, taken: dict[str, Any]) -> Line:
     package, or if an earlier line has set that key to another value. Keys that an earlier line has
     set to the same value are left out; a line that loses all its keys so becomes "without effect".
     taken: {key: value} of the lines so far; the keys of an accepted line are added, in place."""
-    keys = {key: value for key, value in line.keys.items() if str(taken.get(key)) != str(value)}
+    known = {key: str(value) for key, value in taken.items()}
+    keys = {key: value for key, value in line.keys.items() if known.get(key) != str(value)}
     if line.keys and not keys:
         name = next(iter(line.keys))
         return Line(line.key, line.value, {}, "without effect", f"{name} is {taken[name]} above")

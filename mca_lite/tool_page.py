@@ -173,7 +173,8 @@ class RunFolder:
         return self.changed_at - started
 
     def silence_s(self) -> float:
-        """Seconds since the last log line; before the first line, since the start; 0 if unknown."""
+        """Seconds since the log changed: since its last line, or since a resumption, which writes
+        it anew. Before the first line, since the start; 0 if unknown."""
         since = self.changed_at
         if not self.records:
             since = self.summary.get("started", since)

@@ -185,6 +185,7 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
 
 # stacked experts' names in transformers' modules, and in files
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_ROUTER = re.compile(r".*\.(gate|gate\.wg|router)\.weight")
 _STACKED = re.compile(f"{_FUSED.pattern}(_bias|_blocks)?")
 _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
@@ -337,6 +338,16 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> Shape:
         return tuple(self._slices[name].get_shape())
+
+    def has_float32_routers(self) -> bool:
+        """True if the files store a router's weights in float32 and embeddings in 16 bits, as
+        transformers 5.24 writes deepseek_v3, glm4_moe and others. Reads headers alone."""
+        dtypes: dict[bool, set[str]] = {True: set(), False: set()}
+        for name, part in self._slices.items():
+            is_router = _ROUTER.fullmatch(name) is not None
+            if is_router or name.endswith("embed_tokens.weight"):
+                dtypes[is_router].add(getattr(part, "get_dtype", str)())
+        return "F32" in dtypes[True] and "F32" not in dtypes[False]
 
 
 def slices_of(path: Path) -> dict[str, Any]:
@@ -558,17 +569,17 @@ class ScoredSource:
     layer. If `source` has no value head, the value head's weight is drawn at random from `seed`."""
 
     def __init__(self, source: TensorSource, hf_config: dict[str, Any], seed: int):
-        self._source = source
+        self.source = source
         self._drawn = InitSource(hf_config, seed)
 
     def names(self) -> KeysView[str]:
-        names = dict.fromkeys((*self._source.names(), VALUE_HEAD))  # keeps the files' order
+        names = dict.fromkeys((*self.source.names(), VALUE_HEAD))  # keeps the files' order
         names.pop("lm_head.weight", None)
         return names.keys()
 
     def _of(self, name: str) -> TensorSource:
-        lacks = name == VALUE_HEAD and name not in self._source.names()
-        return self._drawn if lacks else self._source
+        lacks = name == VALUE_HEAD and name not in self.source.names()
+        return self._drawn if lacks else self.source
 
     def shape(self, name: str) -> Shape:
         return self._of(name).shape(name)
@@ -600,18 +611,11 @@ def check_value_head(source: SafetensorsSource) -> None:
         refuse("model_name_or_path", str(source.folder), reason, remedy)
 
 
-_ROUTER = re.compile(r".*\.(gate|gate\.wg|router)\.weight")
-
-
-def has_float32_routers(source: TensorSource) -> bool:
-    """True if the files store a router's weights in float32 and embeddings in 16 bits, as
-    transformers 5.24 writes deepseek_v3, glm4_moe and others."""
-    dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
-    for name in source.names():
-        is_router = _ROUTER.fullmatch(name) is not None
-        if is_router or name.endswith("embed_tokens.weight"):
-            dtypes[is_router].add(source.read(name, (slice(1),)).dtype)
-    return torch.float32 in dtypes[True] and torch.float32 not in dtypes[False]
+def has_float32_routers(source: Any) -> bool:
+    """SafetensorsSource.has_float32_routers() of the files behind a source; False for another."""
+    while hasattr(source, "source"):
+        source = source.source
+    return isinstance(source, SafetensorsSource) and source.has_float32_routers()
 
 
 # -- new tokens
@@ -633,15 +637,15 @@ class GrownSource:
     are extended to `vocab_size` rows. New rows are the mean of the old ones."""
 
     def __init__(self, source: TensorSource, names: Collection[str], vocab_size: int):
-        self._source = source
+        self.source = source
         self._vocabulary = names
         self._vocab_size = vocab_size
 
     def names(self) -> KeysView[str]:
-        return self._source.names()
+        return self.source.names()
 
     def shape(self, name: str) -> Shape:
-        shape = self._source.shape(name)
+        shape = self.source.shape(name)
         if name in self._vocabulary:
             shape = (self._vocab_size, *shape[1:])
         return shape
@@ -650,13 +654,13 @@ class GrownSource:
         """Read the slice `part` of a tensor. Of a matrix with new rows only the slice of rows is
         applied: its columns are returned whole."""
         if name not in self._vocabulary:
-            return self._source.read(name, part)
+            return self.source.read(name, part)
         rows = range(self._vocab_size)[part[0]]
-        old = self._source.shape(name)[0]
-        value = self._source.read(name, (slice(min(rows.start, old), min(rows.stop, old)),))
+        old = self.source.shape(name)[0]
+        value = self.source.read(name, (slice(min(rows.start, old), min(rows.stop, old)),))
         new = len(rows) - len(value)
         if new:
-            mean = mean_row(functools.partial(self._source.read, name), old)
+            mean = mean_row(functools.partial(self.source.read, name), old)
             value = torch.cat([value, mean.to(value.dtype).expand(new, -1)])
         return value
 

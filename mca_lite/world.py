@@ -107,8 +107,9 @@ def end_second_run() -> None:
 
 
 def _check() -> None:
-    """Raise ValueError if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a world
-    incompletely, or a number in them or in LOCAL_RANK is impossible."""
+    """Raise ValueError if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a world of several
+    ranks incompletely, or a number in them is impossible. Of LOCAL_RANK it is only checked that it
+    is a whole number."""
     given = {name: text for name, text in os.environ.items() if text}  # scripts may export ""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not given.get(name, "0").isdecimal():

@@ -421,7 +421,7 @@ def settings_of_a_trainer(path: str, rows: dict) -> dict:
         model = AutoModel.from_pretrained(path, args)
         trainer = McaTrainer(model, args, train_dataset=data, eval_dataset=data)
         ddp, rows = trainer.models[0].ddp_config, []
-        trainer.backend.forward_backward = lambda step, batches, *rest, **more: rows.extend(batches)
+        trainer.backend.forward = lambda step, batches, *rest, **more: rows.extend(batches)
         with contextlib.suppress(Exception):
             trainer.evaluate()
         told.clear()

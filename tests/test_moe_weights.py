@@ -149,7 +149,10 @@ def train_and_resume(path: str, out: str, keys: dict) -> tuple[list, list]:
     return whole_and_resumed(path, out, bf16=True, export=True, **keys)
 
 
-@pytest.mark.parametrize("keys", [DIST_OPT, TP2_SP], ids=["dp2", "tp2sp"])
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(DIST_OPT, id="dp2"), pytest.param(TP2_SP, id="tp2sp", marks=pytest.mark.full)],
+)
 def test_routers_that_files_keep_in_float32_are_trained_and_resumed_so(keys, sources, tmp_path):
     path, out = sources["routers-bf16"], str(tmp_path / "out")
     for whole, resumed in world.run(train_and_resume, 2, path, out, keys):
