@@ -29,10 +29,8 @@ from .bench_policy import Stub, import_trl, theirs_of, tokenizer_of
 STEPS, SKIP = 9, 4
 ROWS, MBS = {"KTO 1.5B": 16, "distill 4B into 0.5B": 8}, {"KTO 1.5B": 8, "distill 4B into 0.5B": 4}
 RIVALS = {"KTO 1.5B": "trl-liger", "distill 4B into 0.5B": "liger"}
-SHAPES = {
-    "KTO 1.5B": ("1.5B", "1.5B"),
-    "distill 4B into 0.5B": ("0.5B", "4B"),
-}  # trained; reference or teacher
+# the trained model; the reference or teacher
+SHAPES = {"KTO 1.5B": ("1.5B", "1.5B"), "distill 4B into 0.5B": ("0.5B", "4B")}
 CUDA = torch.cuda.is_available
 
 
@@ -81,6 +79,23 @@ def ticks_of(callback: type, clock: Clock) -> Any:
     return Ticks()
 
 
+def of_run(case: str) -> dict:
+    """Training arguments that this project's trainers and TRL's have alike."""
+    return dict(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=STEPS,
+        logging_steps=1,
+        per_device_train_batch_size=MBS[case],
+        gradient_accumulation_steps=ROWS[case] // MBS[case],
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        bf16=CUDA(),
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+
 def run_ours(case: str) -> tuple[Clock, list]:
     from mca_lite import TrainingArguments, parallel
     from mca_lite.callbacks import TrainerCallback
@@ -89,19 +104,7 @@ def run_ours(case: str) -> tuple[Clock, list]:
 
     clock = Clock()
     with contextlib.redirect_stdout(io.StringIO()):
-        args = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
-            max_steps=STEPS,
-            logging_steps=1,
-            per_device_train_batch_size=MBS[case],
-            gradient_accumulation_steps=ROWS[case] // MBS[case],
-            learning_rate=1e-5,
-            lr_scheduler_type="constant",
-            weight_decay=0.1,
-            bf16=CUDA(),
-            save_strategy="no",
-            disable_tqdm=True,
-        )
+        args = TrainingArguments(**of_run(case))
         parallel.initialize(args)
         models = []
         for shape in SHAPES[case]:
@@ -161,18 +164,8 @@ def run_trl(case: str) -> tuple[Clock, list]:
         data = datasets.Dataset.from_list(data)
     clock = Clock()
     args = KTOConfig(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=STEPS,
-        logging_steps=1,
-        per_device_train_batch_size=MBS[case],
-        gradient_accumulation_steps=ROWS[case] // MBS[case],
-        learning_rate=1e-5,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        bf16=CUDA(),
+        **of_run(case),
         gradient_checkpointing=False,
-        save_strategy="no",
-        disable_tqdm=True,
         optim="adamw_torch_fused" if CUDA() else "adamw_torch",
         use_liger_kernel=CUDA(),
         report_to=[],
