@@ -232,13 +232,11 @@ def rotate(
 
 
 def split_heads(
-    mixed: torch.Tensor, bias: torch.Tensor | None, groups: int, d: int
+    mixed: torch.Tensor, groups: int, d: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split the result of a q, k, v projection, after adding its bias -> query [s, b, n, d], key
-    and value [s, b, g, d] for g `groups`. mixed: [s, b, g * (n / g + 2) * d], each group's queries,
-    then its key and its value. bias: [g * (n / g + 2) * d] or None."""
-    if bias is not None:
-        mixed = mixed + bias
+    """Split the result of a q, k, v projection -> query [s, b, n, d], key and value [s, b, g, d]
+    for g `groups`. mixed: [s, b, g * (n / g + 2) * d], each group's queries, then its key and its
+    value."""
     s, b, _ = mixed.shape
     mixed = mixed.view(s, b, groups, -1, d)
     query = mixed[:, :, :, :-2].reshape(s, b, -1, d)
@@ -248,7 +246,6 @@ def split_heads(
 
 def rotated_heads(
     mixed: torch.Tensor,
-    bias: torch.Tensor | None,
     groups: int,
     d: int,
     norms: Any,
@@ -262,9 +259,9 @@ def rotated_heads(
     split_heads() and rotate()."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
-        tensors = mixed, bias, of_query, of_key, cos, sin
+        tensors = mixed, of_query, of_key, cos, sin
         return fused().RotatedHeads.apply(*tensors, groups, d, *constants, interleaved)
-    query, key, value = split_heads(mixed, bias, groups, d)
+    query, key, value = split_heads(mixed, groups, d)
     if norms is not None:
         query = rms_norm(query, of_query, *constants)
         key = rms_norm(key, of_key, *constants)

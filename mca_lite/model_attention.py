@@ -179,8 +179,8 @@ def column_linear(
     bias: bool = False,
 ) -> ColumnLinear:
     """Build a linear layer from in_size to out_size channels, whose outputs stay sharded over the
-    tensor-parallel ranks (out_size counts all ranks' channels). The layer returns (output, bias)
-    without adding the bias."""
+    tensor-parallel ranks (out_size counts all ranks' channels). The layer adds its bias, and
+    returns (output, None)."""
     return ColumnLinear(
         in_size,
         out_size,
@@ -311,10 +311,9 @@ class SelfAttention(Attention):
         query and key, the norms come before the rotation; with qk_norm_after_rope they are left to
         query_key_value(). rope_tables: (cos, sin) to use instead of those for the row's positions.
         """
-        mixed, bias = self.linear_qkv(hidden_states)
+        mixed, _ = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
-            mixed = self._of_group(mixed, bias)
-            bias = None
+            mixed = self._of_group(mixed)
         gate = None
         if self.config.attention_output_gate:
             mixed, gate = self._without_gate(mixed)
@@ -328,9 +327,9 @@ class SelfAttention(Attention):
             if norm is not None:
                 norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
             interleaved = self.config.rope_interleave
-            heads = rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved)
+            heads = rotated_heads(mixed, *sizes, norms, *tables, interleaved)
             return *heads, gate, layout
-        query, key, value = split_heads(mixed, bias, *sizes)
+        query, key, value = split_heads(mixed, *sizes)
         of_ranks = query.chunk(self.ranks_of_group, 2)  # one chunk per rank sharing the group
         query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
         if norm is not None:
@@ -349,13 +348,10 @@ class SelfAttention(Attention):
         gates = pairs[..., 1::2, :].flatten(-3).chunk(self.ranks_of_group, -1)
         return mixed, gates[self.tp_group.rank() % self.ranks_of_group]
 
-    def _of_group(self, mixed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _of_group(self, mixed: torch.Tensor) -> torch.Tensor:
         """All-gather linear_qkv's output over the tensor-parallel ranks, and return the channels of
         this rank's query group. Used if several ranks share a group. mixed: the output's channels
-        on this rank. bias: added to them before, unless None. Collective over the tensor-parallel
-        group."""
-        if bias is not None:
-            mixed = mixed + bias
+        on this rank. Collective over the tensor-parallel group."""
         mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
         of_groups = mixed.chunk(self.config.num_query_groups, -1)
         return of_groups[self.tp_group.rank() // self.ranks_of_group]

@@ -43,27 +43,28 @@ class Way(NamedTuple):
 
 
 class ColumnProduct(torch.autograd.Function):
-    """Autograd function of a column-parallel linear: x times the transposed weight, on this rank's
-    shard of the outputs. x: [s, b, k], or [s / tp, b, k] if tokens are sharded over the tp ranks;
-    weight: [n, k]; result: [s, b, n]. s tokens, b sequences, k inputs, n outputs of this rank.
-    Backward sums the gradient of x over the group, if there is one."""
+    """Autograd function of a column-parallel linear: x times the transposed weight, plus the bias,
+    on this rank's shard of the outputs. x: [s, b, k], or [s / tp, b, k] if tokens are sharded over
+    the tp ranks; weight: [n, k]; bias: [n] or None; result: [s, b, n], rounded once. s tokens, b
+    sequences, k inputs, n outputs of this rank. Backward sums the gradient of x over the group, if
+    there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, way: Way
+    ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.constants = weight, way
+        ctx.constants = weight, bias, way
         if not way.cuts_tokens:
-            return F.linear(x, weight)
-        return gather_multiply(x, weight.t(), way)[1]
+            return F.linear(x, weight, bias)
+        return gather_multiply(x, weight.t(), way, bias)[1]
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        weight, way = ctx.constants
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        weight, bias, way = ctx.constants
         [x] = ctx.saved_tensors
-        of_x = of_weight = None
+        of_x = of_weight = of_bias = None
         # each of the two matmuls runs during the other's communication
         if x is not None:
             whole, arrivals = start_gather(x, way)
@@ -73,8 +74,10 @@ class ColumnProduct(torch.autograd.Function):
         if x is not None:
             _wait(arrivals)
             of_weight = _of_weight(weight, whole, grad, way.accumulates)
+        if ctx.needs_input_grad[2]:
+            of_bias = _of_bias(bias, grad, way.accumulates)
         _wait(sums)
-        return of_x, of_weight, None
+        return of_x, of_weight, of_bias, None
 
 
 class RowProduct(torch.autograd.Function):
@@ -102,7 +105,7 @@ class RowProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         weight, way = ctx.constants
         [x] = ctx.saved_tensors
         of_weight = None
@@ -138,18 +141,14 @@ def gives_zeros(weight: torch.Tensor) -> bool:
 
 
 class _Linear:
-    """Forward pass shared by ColumnLinear and RowLinear."""
+    """The matmul of ColumnLinear and RowLinear."""
 
     tp_product: Any  # the autograd function of its matmul
 
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The matmul with its communication, without the bias. A LoRA adapter replaces this method
-        on the instance."""
-        return self.tp_product.apply(x, weight, Way.of(self))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the linear to x -> (output without the bias, bias or None)."""
-        return self.product(x, self.weight), self.bias
+    def product(self, x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+        """The matmul with its communication. bias: of a ColumnLinear, which is added, or None; a
+        RowLinear gives none. A LoRA adapter replaces this method on the instance."""
+        return self.tp_product.apply(x, weight, *bias, Way.of(self))
 
 
 class ColumnLinear(_Linear, ColumnParallelLinear):
@@ -157,11 +156,18 @@ class ColumnLinear(_Linear, ColumnParallelLinear):
     Input [s, b, h], or [s / tp, b, h] under sequence parallelism; output [s, b, n / tp]. s tokens,
     b sequences, h inputs, tp ranks.
 
+    The matmul adds the bias before it rounds. Added to rounded numbers of few digits, a bias
+    would round all tokens' values by the same error, which attention's mean of them keeps.
+
     Collectives over tp_group, if Way.of() gives it: in backward; under sequence parallelism in
     forward too.
     """
 
     tp_product = ColumnProduct
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Apply the linear to x -> (output, None): no bias is left to add."""
+        return self.product(x, self.weight, self.bias), None
 
 
 class RowLinear(_Linear, RowParallelLinear):
@@ -174,6 +180,10 @@ class RowLinear(_Linear, RowParallelLinear):
     """
 
     tp_product = RowProduct
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply the linear to x -> (output without the bias, bias or None)."""
+        return self.product(x, self.weight), self.bias
 
 
 def beside(module: torch.nn.Module) -> Any:
@@ -217,6 +227,18 @@ def _of_weight(
     add_weight_gradient(x, grad, weight.main_grad)
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
+
+
+def _of_bias(bias: torch.Tensor, grad: torch.Tensor, accumulates: bool) -> torch.Tensor:
+    """Gradient [n] of a linear's bias, summed in float32 or wider over the tokens of grad
+    [s, b, n], the gradient of its outputs. If `accumulates`, it is added to bias.main_grad, and the
+    result is an uninitialised tensor for megatron's DDP hook."""
+    gradient = grad.sum((0, 1), dtype=torch.promote_types(grad.dtype, torch.float32))
+    if not accumulates:
+        return gradient.to(bias.dtype)
+    bias.main_grad += gradient
+    bias.grad_added_to_main_grad = True
+    return torch.empty_like(bias)
 
 
 def _wait(messages: list[Any]) -> None:
@@ -269,18 +291,18 @@ def start_sum(grad: torch.Tensor, weight: torch.Tensor, way: Way) -> tuple[torch
 
 
 def gather_multiply(
-    x: torch.Tensor, matrix: torch.Tensor, way: Way
+    x: torch.Tensor, matrix: torch.Tensor, way: Way, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather x, of which each of the tp ranks has a shard of the s tokens, and multiply it by a
-    matrix: x [s / tp, b, k], matrix [k, n] -> (gathered x [s, b, k], product [s, b, n]). Collective
-    over way.group."""
+    matrix: x [s / tp, b, k], matrix [k, n] -> (gathered x [s, b, k], product [s, b, n]). bias: [n],
+    added to the product; None: none. Collective over way.group."""
     x = x.contiguous()
     peers = _peers_of(way, x)
     if peers is not None:
-        return peers.gather_multiply(x, matrix)
+        return peers.gather_multiply(x, matrix, bias)
     whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
     gather_into(whole, x, group=way.group)
-    return whole, whole @ matrix
+    return whole, F.linear(whole, matrix.t(), bias)
 
 
 def multiply_scatter(x: torch.Tensor, matrix: torch.Tensor, way: Way) -> torch.Tensor:

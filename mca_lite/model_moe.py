@@ -571,9 +571,7 @@ class ExpertsProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, ends = ctx.saved_tensors
         weight = ctx.weight
         grad = grad.contiguous()
@@ -601,7 +599,7 @@ class ExpertsBias(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         [of_expert] = ctx.saved_tensors
         return grad, of_expert.t() @ grad if ctx.needs_input_grad[1] else None, None
 

@@ -286,16 +286,18 @@ class LoraAdapter(Adapter):
                 rows_of_b = axis_b, vocab_size, orders and orders[i]
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The adapter's output scale * B A x for the linear's input x, in the shape of the linear's
         output. Its dtype is A's; beside fp8 (in_half) or under autocast it may be lower.
 
         weight: the linear's matrix W, given if one matmul computes both (adds_in_product). The
-        result is then W x + scale * B A x in x's dtype; inside zeros_from(), a recomputation whose
-        output nobody reads, it may be zeros. Collective over the group if the linear is sharded, in
-        the forward pass, the backward pass or both."""
+        result is then W x + scale * B A x, plus `bias` if it is given, in x's dtype; inside
+        zeros_from(), a recomputation whose output nobody reads, it may be zeros. Collective over
+        the group if the linear is sharded, in the forward pass, the backward pass or both."""
         if weight is not None:
-            return self._product(x, weight)
+            return self._product(x, weight, bias)
         low = self.low(x)
         bs = self._bs()
         lows = low.split([b.shape[1] for b in bs], -1)
@@ -318,11 +320,13 @@ class LoraAdapter(Adapter):
         parts = [part.unflatten(axis, (self.groups, -1)) for part in parts]
         return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The output of the linear with its adapter, W x + scale * B A x, computed in one matmul.
-        x: the linear's input. weight: W on this rank. For a row-sharded linear the result is summed
-        over the group. Inside zeros_from(), a recomputation whose output nobody reads, it may be
-        zeros.
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The output of the linear with its adapter, W x + scale * B A x + bias, computed in one
+        matmul. x: the linear's input. weight: W on this rank. bias: on this rank, or None. For a
+        row-sharded linear the result is summed over the group. Inside zeros_from(), a recomputation
+        whose output nobody reads, it may be zeros.
 
         If the linear is sharded, one of A and B is sharded and the other is the same on each rank.
         The other's gradient is summed over the group: here, or under sequence parallelism by
@@ -343,7 +347,7 @@ class LoraAdapter(Adapter):
         room = None
         if not gives_zeros(weight):
             room = with_room(weight, len(self.lora_A), self._rooms)
-        out = AdaptedProduct.apply(x, weight, room, a, b, self.scale, gathers, again)
+        out = AdaptedProduct.apply(x, weight, room, a, b, self.scale, gathers, again, bias)
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
@@ -690,9 +694,9 @@ def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
     elif isinstance(adapter, LoraAdapter) and hasattr(module, "product"):
         base_product = module.product  # defined in model_linears.py
 
-        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def product(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
             multiply = adapter if adapter.adds_in_product(weight) else base_product
-            return multiply(x, weight)
+            return multiply(x, weight, *bias)
 
         module.product = product
         adapter.in_product = True
@@ -715,15 +719,11 @@ def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
         adapter. x: the linear's input -> (output, None), or (output without bias, bias) if the
         linear leaves adding its bias to the caller."""
         x = _normed(module, x)
-        product = F.linear
-        if adapter.adds_in_product(module.weight):
-            product = adapter
-        out = product(x, module.weight)
-        if not module.use_bias:
-            return out, None
+        multiply = adapter if adapter.adds_in_product(module.weight) else F.linear
+        bias = module.bias if module.use_bias else None
         if module.te_return_bias:
-            return out, module.bias
-        return out + module.bias, None
+            return multiply(x, module.weight), bias
+        return multiply(x, module.weight, bias), None
 
     module.forward = forward
     adapter.in_product = True

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .mcore import mappings
 
@@ -55,9 +56,10 @@ def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """Autograd function: a frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T. It is
-    one matmul, [x, scale x A^T] [W, B]^T, so that the sum is rounded only once: added to an already
-    rounded x W^T, a contribution far below its last digit would be lost."""
+    """Autograd function: a frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T, plus the
+    linear's bias. It is one matmul, [x, scale x A^T] [W, B]^T, so that the sum is rounded only
+    once: added to an already rounded x W^T, a contribution far below its last digit would be lost.
+    """
 
     @staticmethod
     def forward(
@@ -70,6 +72,7 @@ class AdaptedProduct(torch.autograd.Function):
         scale: float | torch.Tensor,
         group: torch.distributed.ProcessGroup | None = None,
         again: Callable[[], torch.Tensor] | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply a frozen linear with its LoRA adapter: x W^T + scale (x A^T) B^T, [..., out].
 
@@ -80,7 +83,7 @@ class AdaptedProduct(torch.autograd.Function):
         gathered, so the result covers the whole sequence, and each rank gets the gradients of x and
         A for its part. Collective over the group in both passes. None: x is not gathered.
         again: a function that computes x once more, for the backward pass, which then needs no
-        saved x; None: x is saved."""
+        saved x; None: x is saved. bias: [out], added to the result; None: none."""
         a = a.to(x.dtype)
         b = b.to(x.dtype)
         whole = x
@@ -95,7 +98,7 @@ class AdaptedProduct(torch.autograd.Function):
         if room is None:
             return x.new_zeros(*whole.shape[:-1], len(b))
         room[:, x.shape[-1] :].copy_(b)
-        return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
+        return F.linear(torch.cat([flat, low], 1), room, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -111,7 +114,8 @@ class AdaptedProduct(torch.autograd.Function):
             d_x = _to_part((d_low @ a).addmm_(grad, weight), ctx.group).view(x.shape)
         d_a = _float_product(_to_part(d_low, ctx.group), flat)
         d_b = _float_product(grad, low)
-        return d_x, None, None, d_a, d_b, None, None, None
+        d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[8] else None
+        return d_x, None, None, d_a, d_b, None, None, None, d_bias
 
 
 def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:

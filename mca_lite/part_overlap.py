@@ -90,19 +90,20 @@ class Peers:
         return whole, arrivals
 
     def gather_multiply(
-        self, x: torch.Tensor, matrix: torch.Tensor
+        self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather x [s / tp, b, k] from all ranks and multiply it by matrix [k, n] -> (gathered x
-        [s, b, k], product [s, b, n]). The tokens of each rank are multiplied once they have
-        arrived, in a fixed order of ranks. Collective."""
+        [s, b, k], product [s, b, n], plus the bias [n] if there is one). The tokens of each rank
+        are multiplied once they have arrived, in a fixed order of ranks. Collective."""
         whole, arrivals = self.gather(x)
         out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
         parts = whole.view(self.size, -1, whole.shape[-1])
         outs = out.view(self.size, -1, out.shape[-1])
-        torch.mm(x.flatten(0, 1), matrix, out=outs[self.rank])
+        multiply = torch.mm if bias is None else functools.partial(torch.addmm, bias)
+        multiply(x.flatten(0, 1), matrix, out=outs[self.rank])
         for peer, arrival in arrivals:
             arrival.wait()
-            torch.mm(parts[peer], matrix, out=outs[peer])
+            multiply(parts[peer], matrix, out=outs[peer])
         return whole, out
 
     def multiply_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

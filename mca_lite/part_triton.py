@@ -276,9 +276,9 @@ def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.
 
 @jit
 def _heads_kernel(
-    mixed, bias, of_query, of_key, cos, sin, query, key, value, sharing, eps,
+    mixed, of_query, of_key, cos, sin, query, key, value, sharing, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
-    BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr, NEXT: tl.constexpr,
+    NORMS: tl.constexpr, ZERO: tl.constexpr, NEXT: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -292,10 +292,6 @@ def _heads_kernel(
     is_value = part == OWN - 1
     moves = part != OWN - 1
     a, b = _load(mixed + (token * HEADS + head) * D, first, second, inside)
-    if BIAS:
-        more1, more2 = _load(bias + head * D, first, second, inside)
-        a = a + more1
-        b = b + more2
     if NORMS:
         by = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         normed1 = a * by
@@ -319,10 +315,9 @@ def _heads_kernel(
 
 @jit
 def _heads_backward_kernel(
-    mixed, bias, of_query, of_key, cos, sin, query, key, value, out, of_bias, of_norms,
-    tokens, sharing, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
-    ROTARY: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr,
-    NEXT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_NORMS: tl.constexpr,
+    mixed, of_query, of_key, cos, sin, query, key, value, out, of_norms, tokens, sharing, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    NORMS: tl.constexpr, ZERO: tl.constexpr, NEXT: tl.constexpr, SUMS_NORMS: tl.constexpr,
     STAGES: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -339,7 +334,7 @@ def _heads_backward_kernel(
         scale1 = _scale(of_query, of_key, first, exists, is_query, ZERO)
         scale2 = _scale(of_query, of_key, second, exists, is_query, ZERO)
     none = tl.zeros((BLOCK, HALF), tl.float32)
-    bias1, bias2, norm1, norm2 = none, none, none, none  # sums over tokens
+    norm1, norm2 = none, none  # sums over tokens
     for number in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         token = tl.full((), 0, tl.int64) + number
         q, k, v = _parts(query, key, value, token, group, part, GROUPS, OWN, D)
@@ -355,10 +350,6 @@ def _heads_backward_kernel(
         start = (token * HEADS + head) * D
         if NORMS:
             x1, x2 = _load(mixed + start, first, second, inside)
-            if BIAS:
-                more1, more2 = _load(bias + head * D, first, second, inside)
-                x1 = x1 + more1
-                x2 = x2 + more2
             by = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
             x1 = x1 * by
             x2 = x2 * by
@@ -370,11 +361,6 @@ def _heads_backward_kernel(
             a = tl.where(moves, by * (scaled1 - x1 * along), a)
             b = tl.where(moves, by * (scaled2 - x2 * along), b)
         _store(out + start, first, second, inside, a, b)
-        bias1 = bias1 + a
-        bias2 = bias2 + b
-    if SUMS_BIAS:
-        of_bias += tl.program_id(0) * HEADS * D
-        _store(of_bias + head * D, first, second, inside, bias1, bias2)
     if SUMS_NORMS:
         of_norms += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * D
         tl.store(of_norms + first, tl.sum(tl.where(is_query, norm1, 0.0), 0), exists)
@@ -386,14 +372,13 @@ def _heads_backward_kernel(
 class RotatedHeads(torch.autograd.Function):
     """Autograd function of kernels.rotated_heads by Triton kernels, for an even number d of
     channels per head. It splits a fused QKV projection [s, b, width] into n query heads
-    [s, b, n, d] and g key and value heads [s, b, g, d], after adding the bias if there is one. It
-    normalises queries and keys if their norms' weights are given, and rotates them by RoPE."""
+    [s, b, n, d] and g key and value heads [s, b, g, d], normalises queries and keys if their norms'
+    weights are given, and rotates them by RoPE."""
 
     @staticmethod
     def forward(
         ctx: Any,
         mixed: torch.Tensor,
-        bias: torch.Tensor | None,
         of_query: torch.Tensor | None,
         of_key: torch.Tensor | None,
         cos: torch.Tensor,
@@ -413,47 +398,40 @@ class RotatedHeads(torch.autograd.Function):
         key = mixed.new_empty(s, b, groups, d)
         value = mixed.new_empty(s, b, groups, d)
         norms = of_query is not None
-        ctx.save_for_backward(mixed if norms else None, bias, of_query, of_key, cos, sin)
+        ctx.save_for_backward(mixed if norms else None, of_query, of_key, cos, sin)
         ctx.shape = mixed.shape
         ctx.dtype = mixed.dtype
         sizes = heads, groups, d, cos.shape[-1]
         sharing = b if cos.shape[1] == 1 else 1  # tokens with one row of the tables
-        ctx.numbers = sharing, eps, *sizes, bias is not None, norms, zero, interleaved
+        ctx.numbers = sharing, eps, *sizes, norms, zero, interleaved
         ctx.tile = dict(BLOCK=_HEADS, HALF=triton.next_power_of_2(d // 2))
         ctx.grid = s * b, triton.cdiv(heads, _HEADS)
-        tensors = mixed, bias, of_query, of_key, cos, sin, query, key, value
+        tensors = mixed, of_query, of_key, cos, sin, query, key, value
         launch(_heads_kernel, ctx.grid, *tensors, *ctx.numbers, **ctx.tile)
         return query, key, value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        mixed, bias, of_query, of_key, cos, sin = ctx.saved_tensors
+        mixed, of_query, of_key, cos, sin = ctx.saved_tensors
         out = torch.empty(ctx.shape, dtype=ctx.dtype, device=cos.device)
-        width = ctx.shape[-1]
         d = ctx.numbers[4]
         tokens, chunks = ctx.grid
-        sums_bias = ctx.needs_input_grad[1]
-        sums_norms = any(ctx.needs_input_grad[2:4])
+        sums_norms = any(ctx.needs_input_grad[1:3])
         programs = min(tokens, max(2 * num_programs(cos.device) // chunks, 1))
-        empty = functools.partial(torch.empty, dtype=torch.float32, device=cos.device)
-        of_bias: Any = None
         of_norms: Any = None
-        if sums_bias:
-            of_bias = empty(programs, width)
         if sums_norms:
-            of_norms = empty(programs * chunks, 2, d)
+            sizes = programs * chunks, 2, d
+            of_norms = torch.empty(sizes, dtype=torch.float32, device=cos.device)
         whole = [grad.contiguous() for grad in grads]
-        tensors = mixed, bias, of_query, of_key, cos, sin, *whole, out, of_bias, of_norms
+        tensors = mixed, of_query, of_key, cos, sin, *whole, out, of_norms
         stages = iterations_at_once(10 * _HEADS * ctx.tile["HALF"] * out.itemsize)
-        numbers = tokens, *ctx.numbers, sums_bias, sums_norms, stages
+        numbers = tokens, *ctx.numbers, sums_norms, stages
         launch(_heads_backward_kernel, (programs, chunks), *tensors, *numbers, **ctx.tile)
-        gradients = [out, None, None, None]
-        if sums_bias:
-            gradients[1] = _gradient(of_bias, bias)
+        gradients = [out, None, None]
         for i, weight in enumerate((of_query, of_key)):
-            if ctx.needs_input_grad[2 + i]:
-                gradients[2 + i] = _gradient(of_norms[:, i], weight)
+            if ctx.needs_input_grad[1 + i]:
+                gradients[1 + i] = _gradient(of_norms[:, i], weight)
         return *gradients, *[None] * 7
 
 

@@ -43,15 +43,15 @@ TOLERANCE = {
     torch.bfloat16: 2e-2,
 }  # of the largest number
 NORM_SHAPES = (5, 2, 24), (7, 1, 2560), (301, 1, 16), (3, 1, 6000), (2, 1, 12288), (0, 1, 16)
-# groups, queries a group, size of a head, rotary channels, bias, norms, interleaved, zero-centered,
+# groups, queries a group, size of a head, rotary channels, norms, interleaved, zero-centered,
 # inputs that are frozen
 HEADS = (
-    (2, 6, 128, 128, True, False, False, False, ()),
-    (8, 4, 128, 128, False, True, False, False, ()),
-    (3, 1, 12, 8, True, True, True, False, (1,)),
-    (1, 4, 80, 20, True, True, False, True, (2, 3)),
-    (5, 3, 6, 6, True, False, True, False, (0,)),
-    (1, 2, 256, 256, True, True, False, True, ()),
+    (2, 6, 128, 128, False, False, False, ()),
+    (8, 4, 128, 128, True, False, False, ()),
+    (3, 1, 12, 8, True, True, False, (1,)),
+    (1, 4, 80, 20, True, False, True, (1, 2)),
+    (5, 3, 6, 6, False, True, False, ()),
+    (1, 2, 256, 256, True, False, True, (0,)),
 )
 
 
@@ -118,11 +118,10 @@ def norm_cases(dtype):
 
 def heads_cases(dtype):
     s, b = 5, 2
-    for groups, queries, d, rotary, bias, norms, interleaved, zero, frozen in HEADS:
+    for groups, queries, d, rotary, norms, interleaved, zero, frozen in HEADS:
         width = groups * (queries + 2) * d
         inputs = [
             drawn(s, b, width, dtype=dtype),
-            drawn(width, dtype=dtype) if bias else None,
             *(drawn(d, dtype=dtype) if norms else None for _ in range(2)),
         ]
         for number in frozen:
@@ -137,15 +136,15 @@ def heads_cases(dtype):
         def kernel(*inputs, sizes=sizes, tables=tables, flags=flags):
             return part_triton.RotatedHeads.apply(*inputs, *tables, *sizes, *flags)
 
-        def formula(mixed, bias, q, k, sizes=sizes, tables=tables, flags=flags):
+        def formula(mixed, q, k, sizes=sizes, tables=tables, flags=flags):
             eps, zero, interleaved = flags
-            query, key, value = kernels.split_heads(mixed, bias, *sizes)
+            query, key, value = kernels.split_heads(mixed, *sizes)
             if q is not None:
                 query, key = normed(query, q, eps, zero), normed(key, k, eps, zero)
             turn = (*(table.double() for table in tables), interleaved)
             return kernels.plain_rotation(query, *turn), kernels.plain_rotation(key, *turn), value
 
-        words = f"heads {groups} x {queries} of {d}, {rotary} turn, {bias=} {norms=} {frozen=}"
+        words = f"heads {groups} x {queries} of {d}, {rotary} turn, {norms=} {frozen=}"
         yield words, kernel, formula, inputs
 
 
