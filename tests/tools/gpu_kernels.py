@@ -51,7 +51,7 @@ HEADS = (
     (3, 1, 12, 8, True, True, False, (1,)),
     (1, 4, 80, 20, True, False, True, (1, 2)),
     (5, 3, 6, 6, False, True, False, ()),
-    (1, 2, 256, 256, True, False, True, (0,)),
+    (1, 2, 256, 256, True, False, True, ()),
 )
 
 
