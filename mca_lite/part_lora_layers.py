@@ -25,7 +25,7 @@ matrices, as megatron must know it for gradient reduction and gradient norm:
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from . import parallel
 from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
-from .model_linears import experts_product, gives_zeros
+from .model_linears import experts_product
 from .part_lora_patterns import LoraSpec
-from .part_lora_product import AdaptedExperts, AdaptedProduct, with_room
+from .part_lora_product import AdaptedExperts, AdaptedProduct, Factors, Room, filled_room
 
 PROJECTIONS = ("gate", "up", "down")  # an expert's projections
 Names = tuple[tuple[str, ...], ...]
@@ -116,18 +116,6 @@ class Piece(NamedTuple):
         return full[tuple(map(slice, self.full_shape))]
 
 
-def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
-    """Pad the LoRA matrices B [..., out, r] of several projections with zero columns, before and
-    after their own, to `columns` columns. Each one's own columns begin where those of the matrix
-    before it end. So stacked by rows they form one B for the stacked A of the projections."""
-    blocks = []
-    first = 0
-    for b in bs:
-        blocks.append(F.pad(b, (first, columns - first - b.shape[-1])))
-        first += b.shape[-1]
-    return blocks
-
-
 class Adapter(torch.nn.Module):
     """Base class of the LoRA adapters of linears, embeddings and experts.
 
@@ -160,7 +148,7 @@ class Adapter(torch.nn.Module):
         # parameter -> (sharded axis or None, unpadded length along it if it is padded)
         self.cuts: dict[str, tuple[int | None, int | None]] = {}
         self.pieces: list[Piece] = []  # this rank's shards of the adapter's matrices in PEFT
-        self._rooms: dict[torch.Size, torch.Tensor] = {}  # with_room's buffers, by weight shape
+        self._rooms: dict[torch.Size, Room] = {}  # by weight shape, see filled_room()
 
     def _add(
         self,
@@ -279,12 +267,16 @@ class LoraAdapter(Adapter):
             factors = factors.repeat_interleave(torch.tensor(ranks, device=self.device))
             del self.scale
             self.register_buffer("scale", factors, persistent=False)
+        self.places: dict[str, tuple[slice, slice]] = {}  # see Factors; of each matrix B
+        n = groups or 1
         for i, modules in enumerate(names):
             whole = dict.fromkeys(modules, slice(None))
             if whole:
                 shape = (widths[i], spec.rank_of(modules[0]))
                 rows_of_b = axis_b, vocab_size, orders and orders[i]
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
+                of_group = slice(sum(widths[:i]) // n, sum(widths[: i + 1]) // n)
+                self.places[f"lora_B_{i}"] = of_group, rows[modules[0]]
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
@@ -335,19 +327,18 @@ class LoraAdapter(Adapter):
         a = self.lora_A
         gathers = None
         again = getattr(x, "again", None) if hasattr(weight, "whole") else None
-        # the B of all projections in one matrix [out, projections * r]
-        b = self._joined(_side_by_side(self._bs(), len(a)), 0)
+        bs = [*map(self.get_parameter, self.places)]
         if self.cut == COLUMN and self.sequence_parallel:
             gathers = self.group
         elif self.cut == COLUMN:
             a = parallel.sum_gradients(a, self.group)
             x = parallel.sum_gradients(x, self.group)
         elif self.cut == ROW and not self.sequence_parallel:
-            b = parallel.sum_gradients(b, self.group)
-        room = None
-        if not gives_zeros(weight):
-            room = with_room(weight, len(self.lora_A), self._rooms)
-        out = AdaptedProduct.apply(x, weight, room, a, b, self.scale, gathers, again, bias)
+            bs = [parallel.sum_gradients(b, self.group) for b in bs]
+        b = Factors(bs, [*self.places.values()])
+        sizes = self.groups or 1, len(self.lora_A)
+        room = functools.partial(filled_room, weight, self._rooms, *sizes, Factors([], []), b)
+        out = AdaptedProduct.apply(x, weight, room, b, self.scale, gathers, again, bias, a, *bs)
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
@@ -492,14 +483,6 @@ class LoraExperts(Adapter):
         up may share one, "gate_up_A"."""
         return "gate_up_A" if self.is_joined and projection != "down" else f"{projection}_A"
 
-    def _b(self, projections: Iterable[str]) -> torch.Tensor:
-        """The LoRA matrix B [n, outputs, r] of projections that share one matrix A. n: experts on
-        this rank. outputs: those of the projections, one projection after another."""
-        matrices = [self._matrix(f"{p}_B") for p in projections]
-        if len(matrices) == 1:
-            return matrices[0]
-        return torch.cat(matrices, 1)
-
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         parameter.allreduce = False  # its gradient is reduced over the ranks with the same experts
         # experts differ between expert-parallel ranks; a replicated matrix counts once per group
@@ -516,25 +499,6 @@ class LoraExperts(Adapter):
         if self.tp == 1 or axis is not None:
             return parameter
         return parallel.sum_gradients(parameter, self.group)
-
-    def _factors(
-        self, projections: tuple[str, ...], outputs: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stack the LoRA matrices of several projections -> (scale * A [n, c, in], B [n, outputs,
-        c]), float32. n: experts on this rank. outputs: those of all the projections together. c:
-        the sum of their LoRA ranks (counted once if they share A), padded to a multiple of 8,
-        because grouped GEMMs need rows in multiples of 16 bytes."""
-        scales = {self._name_of_a(p): self.scales[p] for p in projections if p in self.adapted}
-        a = torch.cat([self._matrix(name) * scale for name, scale in scales.items()], 1)
-        rank = a.shape[1]
-        columns = -(-rank // 8) * 8
-        absent = a.new_zeros(len(a), outputs // len(projections), 0)
-        bs = [self._matrix(f"{p}_B") if p in self.adapted else absent for p in projections]
-        if self.is_joined and len(bs) > 1:
-            b = F.pad(torch.cat(bs, 1), (0, columns - rank))
-        else:
-            b = torch.cat(_side_by_side(bs, columns), 1)
-        return F.pad(a, (0, 0, 0, columns - rank)), b
 
     def forward(
         self,
@@ -555,54 +519,28 @@ class LoraExperts(Adapter):
         if not names:
             return experts_product(x, weight, multiply)
         outputs = math.prod(weight.shape[1:-1])
-        if not self.adds_in_product(weight):
-            a, b = self._factors(projections, outputs)
-            low = multiply(self._dropped(x.float()), a)
-            return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
-        units = [tuple(names)] if self.is_joined else [(name,) for name in names]
         r = self.ranks[names[0]]
         width = outputs // len(projections)
-        spans = []
-        for i, unit in enumerate(units):
-            first = projections.index(unit[0])
-            rows = slice(width * first, width * (first + len(unit)))
-            spans.append((slice(i * r, (i + 1) * r), rows))
-        room = functools.partial(self._room, weight, units, spans)
+        of_a: dict[str, slice] = {}  # the columns of low = scale * A x that each matrix A computes
+        places = []
+        for name in names:
+            end = (len(of_a) + 1) * r
+            part = of_a.setdefault(self._name_of_a(name), slice(end - r, end))
+            first = width * projections.index(name)
+            places.append((slice(first, first + width), part))
+        b = Factors([self._matrix(f"{name}_B") for name in names], places)
+        places = [(part, slice(None)) for part in of_a.values()]
+        a = Factors([*map(self._matrix, of_a)], places, self.scales[names[0]])
+        # grouped GEMMs need rows in multiples of 16 bytes
+        sizes = len(weight), -(-len(of_a) * r // 8) * 8
+        if not self.adds_in_product(weight):
+            low = multiply(self._dropped(x.float()), a.stack(*sizes, weight.shape[-1]))
+            of_low = b.stack(len(weight), outputs, sizes[1])
+            return (experts_product(x, weight, multiply) + multiply(low, of_low)).to(x.dtype)
+        room = functools.partial(filled_room, weight, self._rooms, *sizes, a, b)
         again = getattr(x, "again", None)
-        matrices = [self._matrix(self._name_of_a(unit[0])) for unit in units]
-        matrices += map(self._b, units)
-        scale = self.scales[names[0]]
-        is_read = not gives_zeros(weight)
-        return AdaptedExperts.apply(x, room, spans, scale, multiply, again, is_read, *matrices)
-
-    @torch.no_grad()
-    def _room(
-        self,
-        weight: torch.Tensor,
-        units: list[tuple[str, ...]],
-        spans: list[tuple[slice, slice]],
-        filling: Any,
-    ) -> torch.Tensor:
-        """Put the experts' weight W and their LoRA matrices into one buffer [n, out + c, in + c],
-        so that one grouped matmul can use them: scale * A is in its last rows, B in its last
-        columns. c is the sum of their LoRA ranks, padded to a multiple of 8, because grouped GEMMs
-        need rows in multiples of 16 bytes.
-
-        weight: W of the n experts on this rank. units: groups of projections that share one A.
-        spans: for each unit, the slices of c and of `out` that belong to it. filling: the attribute
-        of this name that an earlier result had, given if A and B have not changed since; a buffer
-        that still has it is returned as it is. None, or another buffer: A and B are written."""
-        columns = -(-spans[-1][0].stop // 8) * 8
-        room: Any = with_room(weight, columns, self._rooms, columns)
-        if filling is not None and getattr(room, "filling", None) is filling:
-            return room
-        room.filling = object()
-        inputs = weight.shape[-1]
-        for unit, (part, rows) in zip(units, spans, strict=True):
-            a = getattr(self, self._name_of_a(unit[0]))
-            torch.mul(a, self.scales[unit[0]], out=room[:, -columns:, :inputs][:, part])
-            room[:, rows, inputs:][..., part].copy_(self._b(unit))
-        return room
+        matrices = a.matrices + b.matrices
+        return AdaptedExperts.apply(x, weight, room, a, b, multiply, again, *matrices)
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
         """{"gate_up_proj": ..., "down_proj": ...}: the parameters of a transformers experts module

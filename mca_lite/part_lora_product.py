@@ -1,48 +1,117 @@
 """A frozen weight and its LoRA adapter in one matmul: of a linear, and of an MoE layer's experts.
 
-Letters: n experts on this rank, T tokens, r rank, c the sum of the ranks of a weight's
-projections.
+Letters: n experts on this rank, or of a linear n groups of heads (1 without groups); T tokens, r
+rank, c the sum of the ranks of a weight's projections, for experts padded to a multiple of 8.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .mcore import mappings
+from .model_linears import gives_zeros
 
 
-def with_room(
-    weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor], rows: int = 0
-) -> torch.Tensor:
-    """Store a weight [.., out, in] in a buffer [.., out, in + columns] -> the buffer. The free
-    columns after the weight are for the adapter's matrix B, so that one matmul can use both.
+class Factors(NamedTuple):
+    """The LoRA matrices A, or the matrices B, of a weight's projections: blocks of one stack
+    [n, rows, columns], which is zero elsewhere.
 
-    The first call moves the weight's data into a new buffer and lets the weight point there. Later
-    calls return this buffer, or make a new one if the weight was moved or cast since. A quantised
-    weight is instead decoded into a new buffer at each call.
-    rooms: these buffers by weight shape, changed in place. rows: free rows for the adapter's matrix
-    A below the weight; the buffer is then [n, out + rows, in + columns] for a weight [n, .., in].
-    0: none."""
+    matrices: float32, [n, r, in] for A or [n, out, r] for B; for B of a linear [n * out, r].
+    places: the slices of the stack's rows and columns that each takes. scale: a factor for all."""
+
+    matrices: list[torch.Tensor]
+    places: list[tuple[slice, slice]]
+    scale: float = 1.0
+
+    def stack(self, *shape: int) -> torch.Tensor:
+        """The stack, times `scale`, with gradients; float32. For experts only. shape: [n, rows,
+        columns]."""
+        stack = self.matrices[0].new_zeros(shape)
+        for matrix, (rows, columns) in zip(self.matrices, self.places, strict=True):
+            stack[:, rows, columns] = matrix * self.scale
+        return stack
+
+    def blocks(self, stack: torch.Tensor) -> list[torch.Tensor]:
+        """A view of each matrix's block in `stack`, whose other blocks are set to zero."""
+        if sum(matrix.numel() for matrix in self.matrices) < stack.numel():
+            stack.zero_()
+        return [stack[:, rows, columns] for rows, columns in self.places]
+
+    def gradients(self, of_stack: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients of the matrices, float32, from the gradient of the stack.
+
+        Where megatron's DDP gave a parameter a main_grad, its gradient is added there; the result
+        is then an uninitialised tensor, which DDP's hook does not read."""
+        found = []
+        for matrix, (rows, columns) in zip(self.matrices, self.places, strict=True):
+            block = of_stack[:, rows, columns]
+            main_grad = getattr(matrix, "main_grad", None)
+            if main_grad is None:
+                found.append((block.float() * self.scale).reshape(matrix.shape))
+                continue
+            main_grad.view_as(block).add_(block, alpha=self.scale)
+            matrix.grad_added_to_main_grad = True
+            found.append(torch.empty_like(matrix))
+        return found
+
+
+class Room:
+    """A weight W, [n * out, in] or [n, .., in], in one buffer with the stacks of its LoRA matrices,
+    so that one matmul can use them. W's data moves to the buffer; a quantised weight is decoded
+    into it. Without matrices A there is no stack of them.
+
+    a, b: the stacks, [n, c, in] and [n, out, c]; A is multiplied by its scale. both: W with B
+    beside it, [n, out, in + c]. across: W with A below it, [n, out + c, in]. of_a, of_b: views of
+    the matrices' blocks. filling: an object that is replaced when A and B are written."""
+
+    def __init__(self, weight: torch.Tensor, n: int, c: int, a: Factors, b: Factors) -> None:
+        inputs = weight.shape[-1]
+        outputs = weight.numel() // (n * inputs)
+        rows = outputs + c if a.matrices else outputs
+        whole = torch.empty(n, rows, inputs + c, dtype=weight.dtype, device=weight.device)
+        self.both = whole[:, :outputs]
+        self.across = whole[..., :inputs]
+        self.a = self.across[:, outputs:]
+        self.b = self.both[..., inputs:]
+        self.of_a = a.blocks(self.a)
+        self.of_b = b.blocks(self.b)
+        self.filling = object()
+        own = self.across[:, :outputs]
+        if hasattr(weight, "whole"):
+            weight.whole(own)
+        else:
+            weight.data = own.view(weight.shape).copy_(weight)
+
+
+def filled_room(
+    weight: torch.Tensor,
+    rooms: dict[torch.Size, Room],
+    n: int,
+    c: int,
+    a: Factors,
+    b: Factors,
+    filling: Any,
+) -> Room:
+    """The Room of a weight and its LoRA matrices: the one of the last call, or a new one if the
+    weight is quantised, or was moved or cast since.
+
+    rooms: by weight shape, changed in place. filling: the attribute of this name of an earlier
+    result, if A and B have not changed since; a room that still has it is returned as it is. None,
+    or another room: A and B are written."""
     room = rooms.get(weight.shape)
-    *lead, inputs = weight.shape
-    if rows:
-        lead = [lead[0], math.prod(lead[1:])]
-    outputs = lead[-1]
-    shape = *lead[:-1], outputs + rows, inputs + columns
     if hasattr(weight, "whole"):
-        room = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        if rows:
-            room[:, outputs:] = 0
-            room[..., inputs:] = 0
-        weight.whole(room[..., :outputs, :inputs])
+        room = Room(weight, n, c, a, b)
+    elif room is None or (room.b.dtype, room.both.data_ptr()) != (weight.dtype, weight.data_ptr()):
+        room = rooms[weight.shape] = Room(weight, n, c, a, b)
+    elif room.filling is filling:
         return room
-    if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
-        room = rooms[weight.shape] = weight.new_zeros(shape)
-        own = room[..., :outputs, :inputs]
-        weight.data = own.view(weight.shape).copy_(weight)
+    room.filling = object()
+    for matrix, block in zip(a.matrices, room.of_a, strict=True):
+        torch.mul(matrix, a.scale, out=block)
+    for matrix, block in zip(b.matrices, room.of_b, strict=True):
+        block.copy_(matrix.view_as(block))
     return room
 
 
@@ -59,25 +128,27 @@ class AdaptedProduct(torch.autograd.Function):
     """Autograd function: a frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T, plus the
     linear's bias. It is one matmul, [x, scale x A^T] [W, B]^T, so that the sum is rounded only
     once: added to an already rounded x W^T, a contribution far below its last digit would be lost.
-    """
+    Copies of B are not kept for backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        room: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        room: Callable[[Any], Room],
+        b: Factors,
         scale: float | torch.Tensor,
-        group: torch.distributed.ProcessGroup | None = None,
-        again: Callable[[], torch.Tensor] | None = None,
-        bias: torch.Tensor | None = None,
+        group: torch.distributed.ProcessGroup | None,
+        again: Callable[[], torch.Tensor] | None,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        *bs: torch.Tensor,
     ) -> torch.Tensor:
-        """Apply a frozen linear with its LoRA adapter: x W^T + scale (x A^T) B^T, [..., out].
+        """Apply a frozen linear with its LoRA adapter: x W^T + scale (x A^T) B^T, [..., out]. For a
+        weight inside zeros_from() the result is zeros, with the same gradients.
 
-        room: with_room's buffer for `weight`, into whose free columns B is written; None: the
-        result is zeros, with the same gradients.
+        room(filling): gives filled_room() of `weight` and b.
+        b: the matrices B, as blocks of B. bs: the same matrices, for autograd.
         scale: a number, or a factor for each row of A.
         group: the ranks of sequence parallelism, each with a part of the sequence in x. x is
         gathered, so the result covers the whole sequence, and each rank gets the gradients of x and
@@ -85,37 +156,41 @@ class AdaptedProduct(torch.autograd.Function):
         again: a function that computes x once more, for the backward pass, which then needs no
         saved x; None: x is saved. bias: [out], added to the result; None: none."""
         a = a.to(x.dtype)
-        b = b.to(x.dtype)
         whole = x
         if group is not None:
             whole = mappings._gather_along_first_dim(x, group)
         flat = whole.reshape(-1, x.shape[-1])
         low = (flat @ a.t()).mul_(scale)
-        ctx.save_for_backward(x if again is None else None, weight, a, b, low)
-        ctx.scale = scale
-        ctx.group = group
+        ctx.save_for_backward(x if again is None else None, a, low)
+        ctx.constants = room, b, scale, group
         ctx.again = again
-        if room is None:
-            return x.new_zeros(*whole.shape[:-1], len(b))
-        room[:, x.shape[-1] :].copy_(b)
-        return F.linear(torch.cat([flat, low], 1), room, bias).view(*whole.shape[:-1], -1)
+        ctx.filling = None
+        if gives_zeros(weight):
+            return x.new_zeros(*whole.shape[:-1], len(weight))
+        filled = room(None)
+        ctx.filling = filled.filling
+        out = F.linear(torch.cat([flat, low], 1), filled.both.flatten(0, 1), bias)
+        return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, a, b, low = ctx.saved_tensors
+        x, a, low = ctx.saved_tensors
+        room, b, scale, group = ctx.constants
         if ctx.again is not None:
             x = ctx.again()
             ctx.again = None  # the node outlives its backward pass, and holds what x is made of
         flat = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1])
-        d_low = (grad @ b).mul_(ctx.scale)
+        filled = room(ctx.filling)
+        d_low = (grad @ filled.b.flatten(0, 1)).mul_(scale)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = _to_part((d_low @ a).addmm_(grad, weight), ctx.group).view(x.shape)
-        d_a = _float_product(_to_part(d_low, ctx.group), flat)
-        d_b = _float_product(grad, low)
-        d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[8] else None
-        return d_x, None, None, d_a, d_b, None, None, None, d_bias
+            weight = filled.across.flatten(0, 1)
+            d_x = _to_part((d_low @ a).addmm_(grad, weight), group).view(x.shape)
+        d_a = _float_product(_to_part(d_low, group), flat)
+        d_bs = b.gradients(_float_product(grad, low).view_as(filled.b))
+        d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[7] else None
+        return d_x, None, None, None, None, None, None, d_bias, d_a, *d_bs
 
 
 def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
@@ -126,75 +201,62 @@ def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None
     return mappings._reduce_scatter_along_first_dim(partial, group)
 
 
-def _parts(room: torch.Tensor, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views into the buffer of AdaptedExperts: (W with B beside it, scale * A, B). room: the
-    buffer, [n, out + c, in + c]. inputs: the size `in`."""
-    columns = room.shape[2] - inputs
-    both = room[:, :-columns]
-    return both, room[:, -columns:, :inputs], both[..., inputs:]
-
-
 class AdaptedExperts(torch.autograd.Function):
     """Autograd function: frozen experts with their LoRA adapters. For each expert it computes [x,
     low] [W, B]^T with low = scale x A^T, in one grouped matmul, whose result is rounded only once.
-    The gradient of x is [grad, grad B] [W; scale A]. Copies of A and B are not kept for backward,
-    and neither is x, if it can be computed again."""
+    The gradient of x is [grad, grad B] [W; scale A]. Kept for backward are low, and x if it cannot
+    be computed again, but no copies of A and B."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        room: Callable[[Any], Any],
-        spans: list[tuple[slice, slice]],
-        scale: float,
+        weight: torch.Tensor,
+        room: Callable[[Any], Room],
+        a: Factors,
+        b: Factors,
         multiply: Callable[..., torch.Tensor],
         again: Callable[[], torch.Tensor] | None,
-        is_read: bool,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         """W x + scale * B A x of each token's expert: x [T, in], T tokens sorted by expert -> [T,
-        out].
+        out]. For a weight inside zeros_from(), which has one projection, the result is zeros, with
+        the same gradients.
 
-        room(filling): returns a buffer [n, out + c, in + c] for the n experts on this rank. W is in
-        [:, :out, :in], scale * A in the c rows below it, and B in the c columns beside it; c is the
-        sum of the projections' ranks, padded. filling: None, or the `filling` of an earlier buffer,
-        whose A and B are not written again if they are still there.
-        spans: for each projection with an adapter, the slice of c that its rank takes, and the
-        slice of `out` that it computes.
+        room(filling): gives filled_room() of `weight`, a and b.
+        a, b: the matrices of the projections with an adapter, as blocks of A and of B.
         multiply(x, w): multiplies each expert's tokens by w^T of this expert; for a w [T, c] it
         gives x^T w of each expert's rows instead.
-        again: computes x once more, for backward; None: x is saved. is_read: False if nobody reads
-        the output, which is then zeros with the same gradients; only for a single projection.
-        matrices: A [n, r, in] of each of these projections, with rank r, then their B; only they
-        and x get gradients. Projections that share A count as one."""
-        ctx.save_for_backward(x if again is None else None)
-        ctx.constants = room, spans, scale, multiply
+        again: computes x once more, for backward; None: x is saved.
+        matrices: those of a and b, for autograd; only they and x get gradients."""
+        ctx.constants = room, a, b, multiply
         ctx.again = again
-        ctx.filling = None
-        if not is_read:
-            return x.new_zeros(len(x), matrices[-1].shape[1])
-        whole = room(None)
-        ctx.filling = whole.filling
-        both, a, _ = _parts(whole, x.shape[1])
-        return multiply(torch.cat([x, multiply(x, a)], 1), both)
+        low = ctx.filling = None
+        if gives_zeros(weight):
+            out = x.new_zeros(len(x), weight.shape[1])
+        else:
+            filled = room(None)
+            ctx.filling = filled.filling
+            low = multiply(x, filled.a)
+            out = multiply(torch.cat([x, low], 1), filled.both)
+        ctx.save_for_backward(x if again is None else None, low)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        [x] = ctx.saved_tensors
-        room, spans, scale, multiply = ctx.constants
+        x, low = ctx.saved_tensors
+        room, a, b, multiply = ctx.constants
         if ctx.again is not None:
             x = ctx.again()
             ctx.again = None  # the node outlives its backward pass, and holds what x is made of
         grad = grad.contiguous()
-        whole = room(ctx.filling)
-        _, a, b = _parts(whole, x.shape[1])
-        low = multiply(x, a)
-        d_low = multiply(grad, b.mT)
-        d_a = multiply(d_low, x)
-        d_b = multiply(grad, low)
+        filled = room(ctx.filling)
+        if low is None:
+            low = multiply(x, filled.a)
+        d_low = multiply(grad, filled.b.mT)
+        d_as = a.gradients(multiply(d_low, x))
+        d_bs = b.gradients(multiply(grad, low))
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = multiply(torch.cat([grad, d_low], 1), whole[..., : x.shape[1]].mT)
-        d_as = [d_a[:, part].float().mul_(scale) for part, _ in spans]
-        d_bs = [d_b[:, rows, part].float() for part, rows in spans]
+            d_x = multiply(torch.cat([grad, d_low], 1), filled.across.mT)
         return d_x, None, None, None, None, None, None, *d_as, *d_bs

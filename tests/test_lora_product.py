@@ -203,6 +203,27 @@ def test_gradients_are_of_the_forward_pass_s_adapters_whatever_ran_between():
     assert all(map(torch.equal, gradients(0), gradients(2)))
 
 
+def test_gradients_are_added_to_the_buffers_of_ddp_where_it_made_some():
+    adapter, fc1, _ = experts_of(("gate", "up", ""), torch.bfloat16)
+    linear, out = adapter_of_linear(NAMES["some"], 2)
+    weight = torch.randn(out, 12).bfloat16()
+    t, x = torch.randn(9, 8).bfloat16(), torch.randn(5, 12).bfloat16()
+
+    def losses():
+        both = adapter(("gate", "up"), t, fc1, one_by_one), linear(x, weight)
+        return sum(out.float().square().sum() for out in both)
+
+    b = [p for of in (adapter, linear) for name, p in of.named_parameters() if name != "lora_A"]
+    wanted = torch.autograd.grad(losses(), b)
+    for parameter in b:
+        parameter.main_grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        losses().backward()
+    for parameter, gradient in zip(b, wanted, strict=True):
+        assert parameter.grad_added_to_main_grad, "DDP's hook adds nothing then"
+        assert torch.equal(parameter.main_grad, 2 * gradient)
+
+
 def check_gradients_of_adapted_experts(path, folder) -> int:
     """Compare gradients by grouped matmuls with those of one expert after another, of an MoE
     layer's input and of the adapters of its experts, in bf16, after these have changed once -> the
@@ -257,10 +278,10 @@ def train_by_products(*args, **keys) -> tuple[list, int]:
     which shows each error; products)."""
     products, forward = [], LoraAdapter.forward
 
-    def counted(self, x, weight=None, **keys):
-        if weight is not None:
+    def counted(self, x, *weight):
+        if weight:
             products.append(self)
-        return forward(self, x, weight, **keys)
+        return forward(self, x, *weight)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoraAdapter, "forward", counted)
