@@ -247,7 +247,7 @@ FOUR_CASES = {
         _FOUR,
         shape="30B-A3B",
         form="nf4",
-        keys=dict(_SOME, recompute_num_layers=5, exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
+        keys=dict(_SOME, recompute_num_layers=6, exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
     ),
     "QLoRA experts": dict(_FOUR, shape="experts", form="nf4"),
     "QLoRA gpt-oss-20b": dict(
