@@ -1,7 +1,8 @@
 """A frozen weight and its LoRA adapter in one matmul: of a linear, and of an MoE layer's experts.
 
 Letters: n experts on this rank, or of a linear n groups of heads (1 without groups); T tokens, r
-rank, c the sum of the ranks of a weight's projections, for experts padded to a multiple of 8.
+rank, c the sum of the ranks of a weight's projections, padded to a multiple of 8: a GPU multiplies
+matrices whose rows are no multiples of 16 bytes more slowly, and grouped ones not at all.
 """
 
 from collections.abc import Callable
@@ -67,6 +68,7 @@ class Room:
     the matrices' blocks. filling: an object that is replaced when A and B are written."""
 
     def __init__(self, weight: torch.Tensor, n: int, c: int, a: Factors, b: Factors) -> None:
+        c = -(-c // 8) * 8
         inputs = weight.shape[-1]
         outputs = weight.numel() // (n * inputs)
         rows = outputs + c if a.matrices else outputs
@@ -169,7 +171,10 @@ class AdaptedProduct(torch.autograd.Function):
             return x.new_zeros(*whole.shape[:-1], len(weight))
         filled = room(None)
         ctx.filling = filled.filling
-        out = F.linear(torch.cat([flat, low], 1), filled.both.flatten(0, 1), bias)
+        parts = [flat, low]
+        if padding := filled.b.shape[2] - len(a):
+            parts.append(flat.new_zeros(len(flat), padding))
+        out = F.linear(torch.cat(parts, 1), filled.both.flatten(0, 1), bias)
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -182,13 +187,13 @@ class AdaptedProduct(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1])
         filled = room(ctx.filling)
-        d_low = (grad @ filled.b.flatten(0, 1)).mul_(scale)
+        d_low = (grad @ filled.b[..., : len(a)].flatten(0, 1)).mul_(scale)
         d_x = None
         if ctx.needs_input_grad[0]:
             weight = filled.across.flatten(0, 1)
             d_x = _to_part((d_low @ a).addmm_(grad, weight), group).view(x.shape)
         d_a = _float_product(_to_part(d_low, group), flat)
-        d_bs = b.gradients(_float_product(grad, low).view_as(filled.b))
+        d_bs = b.gradients(_float_product(grad, low).view(*filled.b.shape[:2], -1))
         d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[7] else None
         return d_x, None, None, None, None, None, None, d_bias, d_a, *d_bs
 

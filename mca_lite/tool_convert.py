@@ -190,21 +190,25 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     """Compare the models src and dst: run the same tokens through each model in float32 -> a line
     with the largest difference between logits (of reward models: scores).
 
-    adapter: folder of an adapter that dst has merged into its weights; src runs with it unmerged.
-    None: src runs alone. Raises ValueError if the difference is more than rounding explains.
+    adapter: folder of an adapter that dst has merged into its weights; src runs with it unmerged,
+    and the two tokens that differ most do not count: rounded weights may send a token to another
+    expert. None: src runs alone. Raises ValueError if the difference is more than rounding
+    explains.
     """
     import torch
 
     vocab_size = text_values(read_json(Path(dst) / HF_CONFIG_NAME))["vocab_size"]
     tokens = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     tolerance = 1e-4
+    counted = 32  # of 2 x 16 tokens
     if adapter is not None:
         # the merged weights are rounded to their dtype, each by up to half of its eps
         tolerance = max(tolerance, 10 * torch.finfo(_dtype_of(Path(dst))).eps)
+        counted = 30
     with torch.no_grad():
         one = _logits(src, tokens, vocab_size, adapter)
         other = _logits(dst, tokens, vocab_size)
-    difference = float((one - other).abs().max())
+    difference = float((one - other).abs().view(32, -1).amax(1).kthvalue(counted)[0])
     largest = float(other.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
         raise ValueError(

@@ -42,12 +42,7 @@ TABLE = [
     ),
     ("1.5B, DPO, packed", "packed DPO 1.5B", "liger", "a plain loop: "),
     ("1.5B, KTO in rows, on one H100", "KTO 1.5B", "trl-liger", "TRL's KTOTrainer + Liger: "),
-    (
-        "4B distilled into 0.5B, on one H100",
-        "distill 4B into 0.5B",
-        "liger",
-        "a loop with Liger's fused JSD: ",
-    ),
+    ("4B distilled into 0.5B", "distill 4B into 0.5B", "liger", "a loop with Liger's fused JSD: "),
     ("six layers of Qwen3-30B-A3B, 128 experts", "experts", "liger", ""),
     (
         "Qwen2.5-VL-3B, a picture of 1,024 x 768 a row, tower trained",
