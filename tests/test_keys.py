@@ -245,6 +245,13 @@ def key_folder(tmp_path_factory) -> Path:
     return folder
 
 
+def thinned(keys) -> list:
+    """Keys as parameters; every second one in `make test-all` alone."""
+    return [
+        pytest.param(key, marks=[pytest.mark.full] if i % 2 else []) for i, key in enumerate(keys)
+    ]
+
+
 @pytest.fixture(scope="module")
 def curves_by_key(request, key_folder):
     """{(key or None, other words): curve} of the rows that this session asks for, and of what they
@@ -267,7 +274,7 @@ def curves_by_key(request, key_folder):
     return curves
 
 
-@pytest.mark.parametrize("key", CHANGES_A_RUN)
+@pytest.mark.parametrize("key", thinned(CHANGES_A_RUN))
 def test_a_key_changes_a_run(key, curves_by_key):
     _, others = CHANGES_A_RUN[key]
     with_value, without = curves_by_key[key, others], curves_by_key[None, others]

@@ -1,5 +1,7 @@
 """Linears of tensor parallelism, with their messages, against whole products."""
 
+import functools
+
 import pytest
 import torch
 
@@ -87,14 +89,16 @@ def test_both_linears_multiply_as_one_rank_does():
 def mean_error_of_each_output(is_adapted: bool) -> float:
     """The largest mean error, over 2,048 tokens, of an output of a bf16 linear with a bias."""
     from mca_lite.model_linears import ColumnProduct, Way
-    from mca_lite.part_lora_product import AdaptedProduct, with_room
+    from mca_lite.part_lora_product import AdaptedProduct, Factors, filled_room
 
     x = drawn(2048, 1, 64, seed=0).bfloat16()
     weight = (drawn(32, 64, seed=1) / 16).bfloat16()
     bias = (drawn(32, seed=2) / 64).bfloat16()
     if is_adapted:
-        room, a, b = with_room(weight, 8, {}), torch.ones(8, 64), torch.zeros(32, 8)
-        out = AdaptedProduct.apply(x, weight, room, a, b, 1.0, None, None, bias)
+        b = Factors([torch.zeros(32, 3)], [(slice(32), slice(3))])
+        room = functools.partial(filled_room, weight, {}, 1, 3, Factors([], []), b)
+        a = torch.ones(3, 64)
+        out = AdaptedProduct.apply(x, weight, room, b, 1.0, None, None, bias, a, *b.matrices)
     else:
         out = ColumnProduct.apply(x, weight, bias, Way(None))
     exact = x.double() @ weight.double().t() + bias.double()
