@@ -307,8 +307,9 @@ class ArgumentGroup:
 
     @classmethod
     def read(cls: type[_Group], values: dict[str, Any], judge: Judge) -> _Group:
-        """Make a group from raw {key: value}, with each field cast to its type. A key that is not
-        in `values` gets its default; if it is required, "" and a Problem. Keys of other groups are
+        """Make an object of this class, a group of configuration keys, from raw {key: value}. Each
+        value is cast to its field's type. A key that is not in `values` gets its default; if it has
+        none, it becomes "", and a Problem says that it is required. Keys of other groups are
         ignored. judge: collects the Problems.
 
         The constructor is not called, because it would raise the problems of this group alone. Call

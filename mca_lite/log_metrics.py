@@ -158,7 +158,7 @@ def is_count(value: Any) -> bool:
 
 
 def log_line(record: dict[str, Any]) -> dict[str, Any]:
-    """Take the numbers, its step among them, from a line of trainer_log.jsonl -> {key: number}; {}
+    """Pick the numbers out of a line of trainer_log.jsonl, the step included -> {key: number}; {}
     if the line has no valid step. record: the line's JSON object."""
     if not is_count(record.get("step")):
         return {}
