@@ -2,8 +2,8 @@
 activations, AdamW.
 
 Operations of most models have Triton kernels in part_triton.py; others, which only some models
-need (experts, caps), are compiled by torch.compile. `switch(False)` turns both off; a machine with
-a GPU and without a compiler runs plain torch, with a warning.
+need (experts with biases, caps), are compiled by torch.compile. `switch(False)` turns both off; a
+machine with a GPU and without a compiler runs plain torch, with a warning.
 Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels per
 head.
 """
@@ -34,8 +34,8 @@ _NO_KERNELS = (
     "single operations, and training is slower; torch_compile: false says so without a try"
 )
 _NO_TORCH_COMPILE = (
-    "torch.compile does not work here ({}): experts, caps and some rotary embeddings run as single "
-    "operations, and training is slower"
+    "torch.compile does not work here ({}): experts with biases, caps and some rotary embeddings "
+    "run as single operations, and training is slower"
 )
 _NOT_COMPILED = (
     "torch.compile fails for {} ({}): it runs as single operations, and training is slower"
@@ -280,12 +280,12 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-@compiled
 def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up * weights -> [T, f], an expert's activation, in the dtype of `both`. both:
     [T, 2 f], gate before up. weights: [T]."""
-    gate, up = both.chunk(2, -1)
-    return (F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)
+    if compiles(both):
+        return fused().SwiGLU.apply(both, weights)
+    return (swiglu(both) * weights.unsqueeze(-1)).to(both.dtype)
 
 
 QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to gelu

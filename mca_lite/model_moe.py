@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .kernels import compiled, compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
+from .kernels import compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     MegatronModule,
@@ -398,12 +398,12 @@ class Router(TopKRouter):
 # ---- to experts and back
 
 
-@compiled
 def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Add up the k rows of each token, one from each of its experts: rows [T k, h] -> [T, h] for T
     tokens. places: [T, k], the indices of a token's rows in `rows`."""
+    if compiles(rows):
+        return fused().sums_of_rows(rows, places)
     first, *others = places.unbind(1)
-    # one gather after another: a compiled sum over k spreads k over threads and takes 3x as long
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
     for places_of_choice in others:
         total = total + rows[places_of_choice]

@@ -1,8 +1,8 @@
 """Triton kernels for operations that run in plain torch without them: norms, heads, SwiGLU, AdamW,
-token losses, joining two partial attentions, weight gradients of experts.
+token losses, joining two partial attentions, sums of experts' rows, weight gradients of experts.
 
 Letters: s positions, b rows, n query heads, g groups (key heads), d channels per head, f columns of
-a gate, V / tp logits per token on a rank.
+a gate, V / tp logits per token on a rank, T tokens or their rows, k experts per token.
 """
 
 import functools
@@ -15,6 +15,7 @@ from .kernels import jit, launch, tl, triton
 from .loss_tokens import Head
 
 _SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
+_ROWS_BLOCK = 1024  # columns of a program of sums_of_rows
 _ADAM_BLOCK = 1024  # elements of a program of AdamW
 _JOIN_BLOCK = 2048  # elements of a program of join
 _HEADS = 16  # heads of a program of rotated_heads
@@ -452,49 +453,77 @@ def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _swiglu_kernel(both, out, f: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(both, weights, out, f: tl.constexpr, BLOCK: tl.constexpr):
     row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
-    # silu is rounded before it multiplies, as two operations of torch do
-    silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * f + column, silu * up, inside)
+    silu = gate * tl.sigmoid(gate)
+    if weights is None:
+        # silu is rounded before it multiplies, as two operations of torch do
+        silu = silu.to(out.dtype.element_ty).to(tl.float32)
+    product = silu * up
+    if weights is not None:
+        product *= tl.load(weights + row).to(tl.float32)
+    tl.store(out + row * f + column, product, inside)
 
 
 @jit
-def _swiglu_backward_kernel(both, grad, out, f: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(
+    both, weights, grad, of_both, of_weights, f: tl.constexpr, BLOCK: tl.constexpr
+):
     row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
     g = tl.load(grad + row * f + column, inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    slope = sigmoid + gate * sigmoid * (1 - sigmoid)
-    tl.store(out + row * 2 * f + column, g * up * slope, inside)
-    tl.store(out + row * 2 * f + f + column, g * gate * sigmoid, inside)
+    if of_weights is not None:  # the block is the whole row
+        total = tl.sum(tl.where(inside, g * gate * sigmoid * up, 0.0), 0)
+        tl.store(of_weights + row, total)
+    if weights is not None:
+        g *= tl.load(weights + row).to(tl.float32)
+    if of_both is not None:
+        slope = sigmoid + gate * sigmoid * (1 - sigmoid)
+        tl.store(of_both + row * 2 * f + column, g * up * slope, inside)
+        tl.store(of_both + row * 2 * f + f + column, g * gate * sigmoid, inside)
 
 
-def _launch_swiglu(kernel: Any, both: torch.Tensor, *tensors: torch.Tensor) -> None:
+def _launch_swiglu(kernel: Any, block: int, both: torch.Tensor, *tensors: Any) -> None:
+    """Run a SwiGLU kernel with `block` columns per program."""
     width = both.shape[-1]
     f = width // 2
-    grid = both.numel() // width, triton.cdiv(f, _SWIGLU_BLOCK)
-    launch(kernel, grid, both, *tensors, f, _SWIGLU_BLOCK)
+    grid = both.numel() // width, triton.cdiv(f, block)
+    # in 16 bits a thread loads 16 bytes, or more in the longest blocks
+    launch(kernel, grid, both, *tensors, f, block, num_warps=min(block // 256, 32))
 
 
 class SwiGLU(torch.autograd.Function):
     """silu(gate) * up for [..., 2 f], gate before up -> [..., f], with one Triton kernel per pass.
-    Only the input is saved for backward."""
+    Only the inputs are saved for backward.
+
+    weights: factors [...] on the rows, as in kernels.weighted_swiglu; None: no factors. With
+    weights the result is rounded once. Their gradient is a sum over f in float32, by one program
+    per row, rounded to their dtype."""
 
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, both: torch.Tensor, weights: Any = None) -> torch.Tensor:
         both = both.contiguous()
-        ctx.save_for_backward(both)
+        if weights is not None:
+            weights = weights.contiguous()
+        ctx.save_for_backward(both, weights)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        _launch_swiglu(_swiglu_kernel, both, out)
+        _launch_swiglu(_swiglu_kernel, _SWIGLU_BLOCK, both, weights, out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (both,) = ctx.saved_tensors
-        out = torch.empty_like(both)
-        _launch_swiglu(_swiglu_backward_kernel, both, grad.contiguous(), out)
-        return out
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        both, weights = ctx.saved_tensors
+        of_both = of_weights = None
+        block = _SWIGLU_BLOCK
+        if ctx.needs_input_grad[0]:
+            of_both = torch.empty_like(both)
+        if weights is not None and ctx.needs_input_grad[1]:
+            of_weights = torch.empty_like(weights)
+            block = max(triton.next_power_of_2(grad.shape[-1]), block)
+        tensors = both, weights, grad.contiguous(), of_both, of_weights
+        _launch_swiglu(_swiglu_backward_kernel, block, *tensors)
+        return of_both, of_weights
 
 
 # ---- AdamW
@@ -689,7 +718,33 @@ def join_by_kernel(
     return lse
 
 
-# ---- weight gradients of experts
+# ---- experts
+
+
+@jit
+def _rows_kernel(
+    rows, places, out, width: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(places + token * CHOICES + choice).to(tl.int64)
+        total += tl.load(rows + row * width + column, inside)
+    tl.store(out + token * width + column, total, inside)
+
+
+def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Compute model_moe.sums_of_rows with one Triton kernel: rows [T k, h] and their places [T, k]
+    -> [T, h], each a sum of k rows in float32, in the order of k, rounded once."""
+    width = rows.shape[1]
+    tokens, choices = places.shape
+    out = rows.new_empty(tokens, width)
+    grid = tokens, triton.cdiv(width, _ROWS_BLOCK)
+    tensors = rows.contiguous(), places.contiguous(), out
+    launch(_rows_kernel, grid, *tensors, width, choices, _ROWS_BLOCK)
+    return out
 
 
 @jit

@@ -145,12 +145,11 @@ def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monke
     monkeypatch.setattr(torch, "compile", fails)
     monkeypatch.setattr(kernels, "compiles", lambda x: True)
     kernels.works.cache_clear()
-    both, weights = rows(7, 10), torch.rand(7)
-    gate, up = both.chunk(2, -1)
+    x, table = rows(5, 2, 4, 8), rows(5, 1, 1, 8)
     with pytest.warns(UserWarning, match=r"does not work here \(Python 3.99"):
-        got = kernels.weighted_swiglu(both, weights)
+        got = kernels.rotate(x, x, table, table)
     kernels.works.cache_clear()
-    torch.testing.assert_close(got, F.silu(gate) * up * weights[:, None])
+    torch.testing.assert_close(got[0], kernels.plain_rotation(x, table, table, False))
 
 
 def cannot_be_compiled(graph, inputs):
@@ -215,7 +214,6 @@ def test_a_wrong_argument_is_no_fault_of_the_compiler(compiler):
 WITH_GRADIENTS = {
     part_delta.causal_convolution: ((rows(11, 2, 3), rows(3, 4)), (torch.arange(11) // 4,)),
     kernels.rotate: ((rows(11, 2, 4, 8), rows(11, 2, 2, 8)), (rows(11, 1, 1, 6),) * 2),
-    kernels.weighted_swiglu: ((rows(11, 6), rows(11)), ()),
     kernels.weighted_clamped_swiglu: (
         (rows(11, 6), rows(11)),
         (7.0, rows(3, 6), torch.arange(11) // 4),

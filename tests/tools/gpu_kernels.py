@@ -459,6 +459,37 @@ def expert_cases(dtype):
         yield f"experts {n_out} {n_in}", kernel, formula, inputs
 
 
+def mixture_cases(dtype):
+    """The activation of experts, with the weights of their rows, and the sums of a token's rows."""
+
+    def kernel(both, weights):
+        return (part_triton.SwiGLU.apply(both, weights),)
+
+    def formula(both, weights):
+        gate, up = both.chunk(2, -1)
+        return (F.silu(gate) * up * weights[:, None],)
+
+    # dtypes of weights, inputs that are frozen
+    pairs = dict.fromkeys((dtype, torch.float32)), ((), (0,), (1,))
+    for f, (of_weights, frozen) in itertools.product((40, 1500, 5000), itertools.product(*pairs)):
+        inputs = [drawn(7, 2 * f, dtype=dtype), drawn(7, dtype=of_weights)]
+        for number in frozen:
+            inputs[number].requires_grad_(False)
+        yield f"weighted {f} {of_weights} {frozen=}", kernel, formula, inputs
+    for tokens, choices, h in ((5, 8, 2048), (7, 4, 2880), (3, 1, 24), (0, 2, 16)):
+        order = torch.randperm(tokens * choices, device=device())
+        places = order.view(tokens, choices)
+
+        def sums(rows, places=places):
+            found = part_triton.sums_of_rows(rows.detach(), places)
+            return [found + 0 * rows.sum()]  # it has no gradient
+
+        def of_choices(rows, places=places):
+            return [rows.detach()[places].sum(1) + 0 * rows.sum()]
+
+        yield f"sums {tokens} {choices}", sums, of_choices, [drawn(len(order), h, dtype=dtype)]
+
+
 def bias_cases(dtype):
     """The activation of experts with biases, of which some have no rows."""
     counts = torch.tensor(ROWS_OF_EXPERTS, device=device())
@@ -629,7 +660,7 @@ def all_cases(dtype):
     """The cases of all kernels but those of quantised weights and moments."""
     of_attention = (attention_cases, causal_cases, join_cases, packed_cases, sink_cases)
     others = (norm_cases, heads_cases, other_cases, distill_cases)
-    of_experts = (expert_cases, bias_cases, adapter_cases)
+    of_experts = (expert_cases, mixture_cases, bias_cases, adapter_cases)
     for cases in (*others, *of_attention, linear_cases, chunk_cases, *of_experts):
         yield from cases(dtype)
 
