@@ -32,7 +32,7 @@ from .files import IGNORE_INDEX, PathLike, describe_error
 from .inputs import inputs_of
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_linears import extra_factors
-from .model_moe import BalancingLosses, RouterStatistics, updated_bias
+from .model_moe import BalancingLosses, RouterStatistics, counted, updated_bias
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
 from .weights_convert import Change, write_model
@@ -122,14 +122,14 @@ class TorchRouters:
         how often each expert was chosen, for the log and for bias updates."""
         total = 0.0
         for layer, logits, experts in self._outputs or ():
-            real = ~self.padding_mask
-            counts = self.statistics.count(layer, experts, real)
-            self._counts[layer] += counts[:, :-1].sum(0)
-            if self.losses.on:
-                of_rows = logits.view(*real.shape, -1).transpose(0, 1)
-                total = total + self.statistics.losses(
-                    layer, self.losses, None, of_rows, real.t(), self._topk, self._scores
-                )
+            real = ~self.padding_mask.t()
+            of_rows, experts = (
+                x.view(*self.padding_mask.shape, -1).transpose(0, 1) for x in (logits, experts)
+            )
+            of_tokens = of_rows, real, self._topk, self._scores, experts
+            found = counted(self.losses, None, *of_tokens)
+            self._counts[layer] += found[0][:-3]
+            total = total + self.statistics.add(layer, self.losses, *found)
         self._outputs = None
         return total
 

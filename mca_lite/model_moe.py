@@ -192,6 +192,61 @@ def balancing_parts(
     return balance, z, tokens
 
 
+def counted(
+    losses: BalancingLosses,
+    group: dist.ProcessGroup | None,
+    logits: torch.Tensor,
+    real: torch.Tensor,
+    topk: int,
+    score_function: str,
+    experts: torch.Tensor,
+    scores: torch.Tensor | None = None,
+    are_best: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count a router's choices for one micro-batch and compute its losses -> (row for
+    RouterStatistics [E + 3], balancing loss, z loss), the losses as balancing_parts() gives them,
+    or 0 if no loss is on. Collective over `group` if a loss is on.
+
+    experts: the chosen ones, [s b, k] or [s, b, k]. are_best: they are those with the k highest
+    scores, so they need not be found again. Other arguments: see balancing_parts()."""
+    counts = count_choices(experts, real, logits.shape[-1])
+    chosen = counts[:, :-1].sum(0)
+    balance = z = share = chosen.new_zeros(())
+    if losses.on:
+        args = logits, real, topk, score_function, scores, counts if are_best else None
+        balance, z, tokens = balancing_parts(losses, group, *args)
+        share = tokens.clamp(max=1 / num_ranks(group))  # this rank's part of the micro-batch
+    parts = torch.stack([balance.detach(), z.detach(), share])
+    return torch.cat([chosen.to(parts.dtype), parts]), balance, z
+
+
+def routed(
+    logits: torch.Tensor,
+    real: torch.Tensor | None,
+    losses: BalancingLosses,
+    group: dist.ProcessGroup | None,
+    are_best: bool,
+    topk: int,
+    score_function: str,
+    *rule: Any,
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Choose the experts of each token by its logits [s, b, E] -> (weights [T, k], expert indices
+    [T, k], what counted() gives), T = s b. real: bool [s, b], True for tokens; None: nothing is
+    counted. topk and what follows: as in choose_experts(). Others: see counted()."""
+    flat = logits.flatten(0, 1)
+    scores = scores_of(flat, score_function)
+    weights, experts = choose_experts(scores, topk, score_function, *rule)
+    if real is None:
+        return weights, experts, None
+    # views of `flat`: megatron's linear needs the gradient in its memory order
+    of_tokens = flat.view(logits.shape), real, topk, score_function, experts
+    shared = scores.view(logits.shape), are_best
+    return weights, experts, counted(losses, group, *of_tokens, *shared)
+
+
+_routed_at_once = compiled(routed)
+
+
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
     """Move a router's expert bias towards balance after a step, as DeepSeek-V3 does instead of a
     loss -> the new bias [.., E] for E experts. counts: [.., E], how often each expert was chosen in
@@ -216,25 +271,17 @@ class RouterStatistics:
         # in place of loss_weight, for some micro-batches: by the address of their padding mask
         self.weights: dict[int, float] = {}
 
-    def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Count which experts a micro-batch's tokens chose, and add that to the row of layer
-        `layer` (from 0) -> count_choices() of the micro-batch, float32 [b, E + 1]. experts, real:
-        see count_choices()."""
-        counts = count_choices(experts, real, self.rows.shape[1] - 3)
-        self.rows[layer, :-3].add_(counts[:, :-1].sum(0))
-        return counts
-
-    def losses(
-        self, layer: int, losses: BalancingLosses, group: dist.ProcessGroup | None, *args: Any
+    def add(
+        self,
+        layer: int,
+        losses: BalancingLosses,
+        row: torch.Tensor,
+        balance: torch.Tensor,
+        z: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss that the router of layer `layer` (from 0) adds for a micro-batch: this rank's
-        share, times loss_weight. It also adds to the layer's row this rank's shares of both losses,
-        without their coefficients, and of the micro-batch. losses: the coefficients. group, args:
-        the arguments of balancing_parts() after `losses`. Collective over `group`, as
-        balancing_parts() is."""
-        balance, z, tokens = balancing_parts(losses, group, *args)
-        share = tokens.clamp(max=1 / num_ranks(group))  # this rank's part of the micro-batch
-        self.rows[layer, -3:].add_(torch.stack([balance.detach(), z.detach(), share]))
+        """Add a micro-batch to the row of layer `layer` (from 0) -> the loss that its router adds,
+        times loss_weight. losses: the coefficients. row, balance, z: from counted()."""
+        self.rows[layer].add_(row)
         loss = balance * (losses.balance * self.loss_weight)
         if losses.z:
             loss = loss + z * (losses.z * self.loss_weight)
@@ -352,10 +399,24 @@ class Router(TopKRouter):
         loss is on, it then attaches their gradient to the weights, which is collective over
         tp_cp_group."""
         config = self.config
-        flat = logits.flatten(0, 1)
-        scores = scores_of(flat, self.score_function)
-        weights, experts = choose_experts(
-            scores,
+        real = None
+        # with recomputation this runs twice: count only the second run, which has gradients
+        statistics = self.statistics if self.training and torch.is_grad_enabled() else None
+        if statistics is not None:
+            if padding_mask is None:
+                padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
+            real = ~padding_mask
+        losses = BalancingLosses.of(config)
+        group = self.tp_cp_group if num_ranks(self.tp_cp_group) > 1 else None
+        route, replace = _routed_at_once if group is None else routed, None
+        if self.replay is not None:
+            route, replace = routed, functools.partial(self.replay, self, padding_mask)
+        weights, experts, found = route(
+            logits,
+            real,
+            losses,
+            group,
+            self.takes_best_scores,
             self.topk,
             self.score_function,
             config.moe_router_norm_topk_prob,
@@ -364,34 +425,21 @@ class Router(TopKRouter):
             config.moe_router_num_groups,
             config.moe_router_group_topk,
             config.moe_router_group_score,
-            None if self.replay is None else functools.partial(self.replay, self, padding_mask),
+            replace,
         )
-        # with recomputation this runs twice: count only the second run, which has gradients
-        if self.statistics is not None and self.training and torch.is_grad_enabled():
-            if padding_mask is None:
-                padding_mask = torch.zeros_like(logits[..., 0], dtype=torch.bool)
-            real = ~padding_mask
-            layer = self.layer_number - 1
-            statistics = self.statistics
+        if statistics is not None:
             usual = statistics.loss_weight
             statistics.loss_weight = statistics.weights.get(address_of(padding_mask), usual)
-            counts = self.statistics.count(layer, experts, real)
+            loss = statistics.add(self.layer_number - 1, losses, *found)
             if self.enable_expert_bias:
-                self.local_tokens_per_expert += counts[:, :-1].sum(0)
-            losses = BalancingLosses.of(config)
+                self.local_tokens_per_expert += found[0][:-3]
             if losses.on:
-                if not self.takes_best_scores:
-                    counts = None
-                # views of `flat`: megatron's linear needs the gradient in its memory order
-                args = flat.view(logits.shape), real, self.topk, self.score_function
-                shared = scores.view(logits.shape), counts
-                loss = self.statistics.losses(layer, losses, self.tp_cp_group, *args, *shared)
                 # the loss gets its gradient where the weights get theirs; megatron's schedule
                 # scales it like the micro-batch's main loss
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)
         if self.gives_choices:
             return weights, experts
-        nowhere = torch.zeros_like(scores)
+        nowhere = weights.new_zeros(len(weights), logits.shape[-1])
         return nowhere.scatter(1, experts, weights), nowhere.bool().scatter(1, experts, True)
 
 
@@ -452,6 +500,20 @@ class FromExperts(torch.autograd.Function):
         return grad[tokens], None, None
 
 
+@compiled
+def sorted_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
+    """Sort the (token, choice) pairs of expert indices [T, k] by expert -> (order, tokens, places,
+    chosen, counts). chosen: bool [T, num_experts], True if the token chose the expert. counts:
+    int64 [num_experts], how many tokens did."""
+    # a GPU's sort has a kernel for each byte
+    order = experts.flatten().to(torch.int16).argsort(stable=True)
+    rows = torch.arange(len(order), device=experts.device)
+    places = torch.empty_like(rows).scatter_(0, order, rows).view(experts.shape)
+    chosen = experts.new_zeros(len(experts), num_experts, dtype=torch.bool)
+    chosen = chosen.scatter_(1, experts, True)
+    return order, order // experts.shape[1], places, chosen, chosen.sum(0)
+
+
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """megatron's all-to-all dispatcher, which sends tokens to the ranks of their experts, with
     another way to sort tokens by expert: gathers instead of scattered additions. From the router it
@@ -467,20 +529,15 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         count(), and is collective if that is."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
-        # a GPU's sort has a kernel for each byte
-        order = experts.flatten().to(torch.int16).argsort(stable=True)
-        rows = torch.arange(len(order), device=experts.device)
-        self.tokens = order // experts.shape[1]
-        self.places = torch.empty_like(rows).scatter_(0, order, rows).view(experts.shape)
-        chosen = experts.new_zeros(len(experts), self.num_experts, dtype=torch.bool)
-        self.tokens_per_expert = self.count(chosen.scatter_(1, experts, True))
+        order, self.tokens, self.places, *chosen = sorted_by_expert(experts, self.num_experts)
+        self.tokens_per_expert = self.count(*chosen)
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
         return ToExperts.apply(flat, weights, order, self.tokens, self.places)
 
-    def count(self, chosen: torch.Tensor) -> torch.Tensor:
+    def count(self, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The number of tokens that each of this rank's experts gets, from all ranks that share the
-        experts. chosen: bool [T, E] for T tokens of this rank and E experts, True if the token
-        chose the expert. Collective over those ranks."""
+        experts. chosen, counts: from sorted_by_expert(), of this rank's tokens and all experts.
+        Collective over those ranks."""
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
@@ -493,8 +550,8 @@ class LocalDispatcher(Dispatcher):
     """Dispatcher for a rank that has all experts, each with its whole matrices. It exchanges
     nothing with other ranks, and never waits for the device."""
 
-    def count(self, chosen: torch.Tensor) -> torch.Tensor:
-        return chosen.sum(0)
+    def count(self, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return counts
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

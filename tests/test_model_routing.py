@@ -14,6 +14,7 @@ from mca_lite.model_moe import (
     choose_experts,
     count_choices,
     count_real_micro_batches,
+    counted,
     scores_of,
     updated_bias,
 )
@@ -217,7 +218,10 @@ def test_a_step_has_the_mean_of_balancing_losses_over_real_micro_batches(per_tok
 def test_padding_is_not_counted():
     experts, real = torch.tensor([[0, 1], [1, 2], [3, 1]]), torch.tensor([True, True, False])
     statistics = RouterStatistics(1, 4)
-    assert statistics.count(0, experts, real[:, None]).tolist() == [[1, 2, 1, 0, 2]]
+    assert count_choices(experts, real[:, None], 4).tolist() == [[1, 2, 1, 0, 2]]
+    off = BalancingLosses()
+    found = counted(off, None, torch.zeros(3, 1, 4), real[:, None], 2, "softmax", experts)
+    assert float(statistics.add(0, off, *found)) == 0
     assert statistics.rows.tolist() == [[1, 2, 1, 0, 0, 0, 0]]
     masks = [torch.tensor([[True, True]]), torch.tensor([[False, True]])]
     assert count_real_micro_batches([{"padding_mask": mask} for mask in masks]) == 1
@@ -246,10 +250,9 @@ def test_statistics_average_over_mixtures_and_micro_batches_of_the_whole_window(
     statistics = RouterStatistics(num_layers=3, num_experts=2)  # the first layer is dense
     one = torch.tensor(1.0)
     for choices, balance in (([1, 3], 2.0), ([3, 5], 4.0)):
-        experts = torch.tensor([0, 1]).repeat_interleave(torch.tensor(choices))[:, None]
         for layer in (1, 2):
-            statistics.count(layer, experts, torch.ones(len(experts), 1, dtype=torch.bool))
-            statistics.rows[layer, -3:] += torch.stack([balance * layer * one, one, one])
+            row = torch.tensor([*choices, balance * layer, 1.0, 1.0])
+            statistics.add(layer, BalancingLosses(), row, one, one)
     losses = BalancingLosses("aux_loss", 0.1, 0.1)
     got = statistics.take(losses)
     assert got.pop("expert_load") == [[0.667, 1.333]] * 2, "a layer each, an expert each"
