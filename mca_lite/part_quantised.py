@@ -41,7 +41,7 @@ _POSITIVE = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = (*(-x for x in reversed(_POSITIVE)), 0.0, *_POSITIVE, 6.0)  # 15 numbers, the last twice
 _LEAST = 2.0**-127  # smallest divisor: its inverse is finite
 CHUNK = 1 << 20  # values converted at once on a CPU; on a GPU 16 times as many are quantised
-_BLOCK = 1024  # columns per program
+_BYTES = 1024  # of codes, at most, per program
 
 
 class Form(NamedTuple):
@@ -124,23 +124,27 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, form: Form) -> torch.T
 @jit
 def _whole_kernel(
     codes, scales, table, out, columns, rows, far, stride, BITS: tl.constexpr,
-    SIZE: tl.constexpr, EXPONENTS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, EXPONENTS: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
+    PER_BYTE: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    if BITS == 4:
-        byte = tl.load(codes + row * (columns // 2) + column // 2, inside, 0).to(tl.int32)
-        value = tl.load(table + tl.where(column % 2 == 0, byte >> 4, byte & 15))
-    else:
-        value = tl.load(codes + row * columns + column, inside, 0).to(tl.float32)
-    scale = tl.load(scales + row * (columns // SIZE) + column // SIZE, inside, 0)
+    place = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    inside = place < columns // PER_BYTE
+    byte = tl.load(codes + row * (columns // PER_BYTE) + place, inside, 0)
+    scale = tl.load(scales + row * (columns // SIZE) + place // (SIZE // PER_BYTE), inside, 0)
     if EXPONENTS:  # make float32's bits of 2^(scale - 127); 2^-127, for 0, is no normal number
         bits = scale.to(tl.int32)
         bits = tl.where(bits == 0, 1 << 22, bits << 23)
         scale = bits.to(tl.float32, bitcast=True)
-    place = row // rows * far + row % rows * stride
-    tl.store(out + place + column, (value * scale).to(out.dtype.element_ty), inside)
+    if BITS == 4:
+        code = byte.to(tl.int32)
+        first = (tl.load(table + (code >> 4)) * scale).to(out.dtype.element_ty)
+        second = (tl.load(table + (code & 15)) * scale).to(out.dtype.element_ty)
+        value = tl.interleave(first, second)
+    else:
+        value = (byte.to(tl.float32) * scale).to(out.dtype.element_ty)
+    column = (tl.program_id(1) * BYTES * PER_BYTE) + tl.arange(0, BYTES * PER_BYTE)
+    tl.store(out + row // rows * far + row % rows * stride + column, value, column < columns)
 
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
@@ -170,11 +174,14 @@ def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: tor
     scales into `out`, which is [rows, k] or [n, rows, k]. codes, scales: from quantise(),
     contiguous, with a row for each row of `out` (n * rows of them in the second case)."""
     *_, rows, columns = out.shape
-    grid = (out.numel() // columns, triton.cdiv(columns, _BLOCK))
+    a_row = columns * form.bits // 8
+    at_once = min(max(triton.next_power_of_2(a_row), 256), _BYTES)
+    grid = (out.numel() // columns, triton.cdiv(a_row, at_once))
     table, _ = _table(form, out.device)
     sizes = columns, rows, out.stride(0), out.stride(-2)
-    constants = (form.bits, form.block, form.largest is None, _BLOCK)
-    launch(_whole_kernel, grid, codes, scales, table, out, *sizes, *constants)
+    constants = (form.bits, form.block, form.largest is None, at_once)
+    tensors = codes, scales, table, out
+    launch(_whole_kernel, grid, *tensors, *sizes, *constants, num_warps=max(at_once // 512, 1))
 
 
 # -- a parameter
