@@ -8,7 +8,7 @@ metrics).
 
 import abc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -21,12 +21,18 @@ from .files import PathLike
 from .finetuning import finetuning_of
 from .hosts import module_of
 from .loss_tokens import LossOfLogits
-from .model_moe import BalancingLosses, RouterStatistics, address_of, count_real_micro_batches
+from .model_moe import BalancingLosses, RouterStatistics, address_of
 from .tables import COLUMNS
 from .weights_convert import Change
 from .weights_files import NamedTensors
 
 Metrics: TypeAlias = list[dict[str, Any]]  # of each micro-batch
+
+
+def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
+    """Count the micro-batches with at least one token that is not padding. Filler micro-batches
+    have none."""
+    return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
 def mean_of(total: Any, count: torch.Tensor) -> Any:

@@ -32,7 +32,7 @@ from .files import IGNORE_INDEX, PathLike, describe_error
 from .inputs import inputs_of
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_linears import extra_factors
-from .model_moe import BalancingLosses, RouterStatistics, counted, updated_bias
+from .model_moe import BalancingLosses, RouterStatistics, counted
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
 from .weights_convert import Change, write_model
@@ -43,6 +43,14 @@ from .weights_files import NamedTensors, file_tensors
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # how class names of transformers' routers end, in lower case
 _ROUTERS = ("topkrouter", "moev1gate")
+
+
+def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
+    """Move a router's expert bias towards balance after a step, as DeepSeek-V3 does instead of a
+    loss -> the new bias [.., E] for E experts. counts: [.., E], how often each expert was chosen in
+    the step. The bias rises by `rate` for experts chosen less than average, and falls by `rate` for
+    those chosen more."""
+    return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
 
 def losses_of(config: Any, args: Keys) -> BalancingLosses:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .kernels import compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
+from .kernels import compiled, compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     MegatronModule,
@@ -247,14 +247,6 @@ def routed(
 _routed_at_once = compiled(routed)
 
 
-def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """Move a router's expert bias towards balance after a step, as DeepSeek-V3 does instead of a
-    loss -> the new bias [.., E] for E experts. counts: [.., E], how often each expert was chosen in
-    the step. The bias rises by `rate` for experts chosen less than average, and falls by `rate` for
-    those chosen more."""
-    return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
-
-
 class RouterStatistics:
     """Sums up the expert choices and losses of this rank's routers between two calls of take(), for
     the log. Counting does not wait for the device.
@@ -271,16 +263,10 @@ class RouterStatistics:
         # in place of loss_weight, for some micro-batches: by the address of their padding mask
         self.weights: dict[int, float] = {}
 
-    def add(
-        self,
-        layer: int,
-        losses: BalancingLosses,
-        row: torch.Tensor,
-        balance: torch.Tensor,
-        z: torch.Tensor,
-    ) -> torch.Tensor:
+    def add(self, layer: int, losses: BalancingLosses, *found: torch.Tensor) -> torch.Tensor:
         """Add a micro-batch to the row of layer `layer` (from 0) -> the loss that its router adds,
-        times loss_weight. losses: the coefficients. row, balance, z: from counted()."""
+        times loss_weight. losses: the coefficients. found: the three results of counted()."""
+        row, balance, z = found
         self.rows[layer].add_(row)
         loss = balance * (losses.balance * self.loss_weight)
         if losses.z:
@@ -325,12 +311,6 @@ def address_of(mask: torch.Tensor) -> int:
     """The memory address of a padding mask. A router recognises a micro-batch by it, also when
     recomputation and pipelines run micro-batches in another order."""
     return mask.untyped_storage().data_ptr()
-
-
-def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
-    """Count the micro-batches with at least one token that is not padding. Filler micro-batches
-    have none."""
-    return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
 # ---- router
@@ -408,9 +388,12 @@ class Router(TopKRouter):
             real = ~padding_mask
         losses = BalancingLosses.of(config)
         group = self.tp_cp_group if num_ranks(self.tp_cp_group) > 1 else None
-        route, replace = _routed_at_once if group is None else routed, None
+        route = routed
+        replace = None
         if self.replay is not None:
-            route, replace = routed, functools.partial(self.replay, self, padding_mask)
+            replace = functools.partial(self.replay, self, padding_mask)
+        elif group is None:
+            route = _routed_at_once
         weights, experts, found = route(
             logits,
             real,

@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from mca_lite.args import TrainingArguments
-from mca_lite.backend import Backend
+from mca_lite.backend import Backend, count_real_micro_batches
+from mca_lite.backend_torch import updated_bias
 from mca_lite.model_moe import (
     BalancingLosses,
     RouterStatistics,
     balancing_parts,
     choose_experts,
     count_choices,
-    count_real_micro_batches,
     counted,
     scores_of,
-    updated_bias,
 )
 from tests.shared import tiny_moe
 
