@@ -15,6 +15,7 @@ not wait for the device.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -739,8 +740,8 @@ class Experts(MegatronModule):
             """True if moe_grouped_gemm is on and a grouped GEMM can multiply t [T, c] and w, which
             is [n, out, in] or [T, in]: their sizes but T and n must be multiples of 16 bytes."""
             # it needs rows in multiples of 16 bytes: the smallest adapters have fewer
-            sizes = t.shape[-1], *w.shape[1:], max(w.stride()[-2:])
-            return self.config.moe_grouped_gemm and not any(s * w.itemsize % 16 for s in sizes)
+            size = math.gcd(t.shape[-1], *w.shape[1:], max(w.stride()[-2:]))
+            return self.config.moe_grouped_gemm and size * w.itemsize % 16 == 0
 
         def multiply(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             """Multiply the rows of each expert in t by the expert's transposed matrix in w

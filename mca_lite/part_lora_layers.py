@@ -267,8 +267,9 @@ class LoraAdapter(Adapter):
             factors = factors.repeat_interleave(torch.tensor(ranks, device=self.device))
             del self.scale
             self.register_buffer("scale", factors, persistent=False)
-        self.places: dict[str, tuple[slice, slice]] = {}  # see Factors; of each matrix B
+        self.places: dict[str, tuple[slice, ...]] = {}  # see Factors; of each matrix B
         n = groups or 1
+        of_all = () if groups is None else (slice(None),)
         for i, modules in enumerate(names):
             whole = dict.fromkeys(modules, slice(None))
             if whole:
@@ -276,7 +277,7 @@ class LoraAdapter(Adapter):
                 rows_of_b = axis_b, vocab_size, orders and orders[i]
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
                 of_group = slice(sum(widths[:i]) // n, sum(widths[: i + 1]) // n)
-                self.places[f"lora_B_{i}"] = of_group, rows[modules[0]]
+                self.places[f"lora_B_{i}"] = *of_all, of_group, rows[modules[0]]
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
@@ -327,7 +328,7 @@ class LoraAdapter(Adapter):
         a = self.lora_A
         gathers = None
         again = getattr(x, "again", None) if hasattr(weight, "whole") else None
-        bs = [*map(self.get_parameter, self.places)]
+        bs = [getattr(self, name) for name in self.places]
         if self.cut == COLUMN and self.sequence_parallel:
             gathers = self.group
         elif self.cut == COLUMN:
@@ -335,9 +336,8 @@ class LoraAdapter(Adapter):
             x = parallel.sum_gradients(x, self.group)
         elif self.cut == ROW and not self.sequence_parallel:
             bs = [parallel.sum_gradients(b, self.group) for b in bs]
-        b = Factors(bs, [*self.places.values()])
-        sizes = self.groups or 1, len(self.lora_A)
-        room = functools.partial(filled_room, weight, self._rooms, *sizes, Factors([], []), b)
+        b = Factors(bs, [*self.places.values()], groups=self.groups)
+        room = functools.partial(filled_room, weight, self._rooms, len(a), None, b)
         out = AdaptedProduct.apply(x, weight, room, b, self.scale, gathers, again, bias, a, *bs)
         return self._summed(out) if self.cut == ROW else out
 
@@ -477,6 +477,23 @@ class LoraExperts(Adapter):
             if not self.is_joined or projection != "up":
                 self._add(self._name_of_a(projection), "lora_A.weight", owners, a, axis_a)
             self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
+        self.plans = {
+            PROJECTIONS[:2]: self._places(PROJECTIONS[:2], columns),
+            PROJECTIONS[2:]: self._places(PROJECTIONS[2:], hidden_size),
+        }
+
+    def _places(self, projections: tuple[str, ...], width: int) -> tuple[dict[str, Any], ...]:
+        """Find the blocks of LoRA matrices beside a weight with these projections, each of `width`
+        outputs -> (of A, of B), each {parameter's name: its place, as Factors has it}."""
+        of_a: dict[str, Any] = {}  # the columns of low = scale * A x that each matrix A computes
+        of_b = {}
+        for i, name in enumerate(projections):
+            if name in self.adapted:
+                r = self.ranks[name]
+                end = (len(of_a) + 1) * r
+                _, part = of_a.setdefault(self._name_of_a(name), (slice(None), slice(end - r, end)))
+                of_b[f"{name}_B"] = slice(None), slice(i * width, (i + 1) * width), part
+        return of_a, of_b
 
     def _name_of_a(self, projection: str) -> str:
         """Name of the parameter that holds a projection's LoRA matrix A, such as "down_A". Gate and
@@ -515,29 +532,20 @@ class LoraExperts(Adapter):
         such as ("gate", "up"). multiply: the grouped matmul, see AdaptedExperts. The backward pass
         is collective over the expert-tensor-parallel group if that has several ranks and a
         projection has an adapter."""
-        names = [p for p in projections if p in self.adapted]
-        if not names:
+        of_a, of_b = self.plans[projections]
+        if not of_a:
             return experts_product(x, weight, multiply)
-        outputs = math.prod(weight.shape[1:-1])
-        r = self.ranks[names[0]]
-        width = outputs // len(projections)
-        of_a: dict[str, slice] = {}  # the columns of low = scale * A x that each matrix A computes
-        places = []
-        for name in names:
-            end = (len(of_a) + 1) * r
-            part = of_a.setdefault(self._name_of_a(name), slice(end - r, end))
-            first = width * projections.index(name)
-            places.append((slice(first, first + width), part))
-        b = Factors([self._matrix(f"{name}_B") for name in names], places)
-        places = [(part, slice(None)) for part in of_a.values()]
-        a = Factors([*map(self._matrix, of_a)], places, self.scales[names[0]])
-        # grouped GEMMs need rows in multiples of 16 bytes
-        sizes = len(weight), -(-len(of_a) * r // 8) * 8
+        name = next(name for name in projections if name in self.adapted)
+        b = Factors([*map(self._matrix, of_b)], [*of_b.values()])
+        a = Factors([*map(self._matrix, of_a)], [*of_a.values()], self.scales[name])
+        c = len(of_a) * self.ranks[name]
         if not self.adds_in_product(weight):
-            low = multiply(self._dropped(x.float()), a.stack(*sizes, weight.shape[-1]))
-            of_low = b.stack(len(weight), outputs, sizes[1])
+            n, *outputs, inputs = weight.shape
+            c = -(-c // 8) * 8  # grouped GEMMs need rows in multiples of 16 bytes
+            low = multiply(self._dropped(x.float()), a.stack(n, c, inputs))
+            of_low = b.stack(n, math.prod(outputs), c)
             return (experts_product(x, weight, multiply) + multiply(low, of_low)).to(x.dtype)
-        room = functools.partial(filled_room, weight, self._rooms, *sizes, a, b)
+        room = functools.partial(filled_room, weight, self._rooms, c, a, b)
         again = getattr(x, "again", None)
         matrices = a.matrices + b.matrices
         return AdaptedExperts.apply(x, weight, room, a, b, multiply, again, *matrices)

@@ -5,6 +5,7 @@ rank, c the sum of the ranks of a weight's projections, padded to a multiple of 
 matrices whose rows are no multiples of 16 bytes more slowly, and grouped ones not at all.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,25 +21,35 @@ class Factors(NamedTuple):
     [n, rows, columns], which is zero elsewhere.
 
     matrices: float32, [n, r, in] for A or [n, out, r] for B; for B of a linear [n * out, r].
-    places: the slices of the stack's rows and columns that each takes. scale: a factor for all."""
+    places: the slices of the stack's axes that each takes. scale: a factor for all.
+    groups: n of a linear with groups of heads. Without groups, the stack of a linear is
+    [rows, columns]."""
 
     matrices: list[torch.Tensor]
-    places: list[tuple[slice, slice]]
+    places: list[tuple[slice, ...]]
     scale: float = 1.0
+    groups: int | None = None
 
     def stack(self, *shape: int) -> torch.Tensor:
         """The stack, times `scale`, with gradients; float32. For experts only. shape: [n, rows,
         columns]."""
         stack = self.matrices[0].new_zeros(shape)
-        for matrix, (rows, columns) in zip(self.matrices, self.places, strict=True):
-            stack[:, rows, columns] = matrix * self.scale
+        for matrix, place in zip(self.matrices, self.places, strict=True):
+            stack[place] = matrix * self.scale
         return stack
 
     def blocks(self, stack: torch.Tensor) -> list[torch.Tensor]:
-        """A view of each matrix's block in `stack`, whose other blocks are set to zero."""
+        """A view of each matrix's block in `stack`. With groups, the stack may have the rows of all
+        groups along axis 0."""
+        if self.groups is not None:
+            stack = stack.view(self.groups, -1, stack.shape[-1])
+        return [stack[place] for place in self.places]
+
+    def cleared_blocks(self, stack: torch.Tensor) -> list[torch.Tensor]:
+        """blocks() of `stack`, whose other elements are set to zero."""
         if sum(matrix.numel() for matrix in self.matrices) < stack.numel():
             stack.zero_()
-        return [stack[:, rows, columns] for rows, columns in self.places]
+        return self.blocks(stack)
 
     def gradients(self, of_stack: torch.Tensor) -> list[torch.Tensor]:
         """The gradients of the matrices, float32, from the gradient of the stack.
@@ -46,41 +57,46 @@ class Factors(NamedTuple):
         Where megatron's DDP gave a parameter a main_grad, its gradient is added there; the result
         is then an uninitialised tensor, which DDP's hook does not read."""
         found = []
-        for matrix, (rows, columns) in zip(self.matrices, self.places, strict=True):
-            block = of_stack[:, rows, columns]
+        for matrix, block in zip(self.matrices, self.blocks(of_stack), strict=True):
             main_grad = getattr(matrix, "main_grad", None)
             if main_grad is None:
                 found.append((block.float() * self.scale).reshape(matrix.shape))
                 continue
-            main_grad.view_as(block).add_(block, alpha=self.scale)
+            if self.groups is not None:
+                main_grad = main_grad.view_as(block)
+            main_grad.add_(block, alpha=self.scale)
             matrix.grad_added_to_main_grad = True
             found.append(torch.empty_like(matrix))
         return found
 
 
 class Room:
-    """A weight W, [n * out, in] or [n, .., in], in one buffer with the stacks of its LoRA matrices,
-    so that one matmul can use them. W's data moves to the buffer; a quantised weight is decoded
-    into it. Without matrices A there is no stack of them.
+    """A weight W, of a linear [out, in] or of experts [n, .., in], in one buffer with the stacks of
+    its LoRA matrices, so that one matmul can use them. W's data moves to the buffer; a quantised
+    weight is decoded into it. Of a linear there is only the stack of B, and its tensors have no
+    axis n.
 
     a, b: the stacks, [n, c, in] and [n, out, c]; A is multiplied by its scale. both: W with B
     beside it, [n, out, in + c]. across: W with A below it, [n, out + c, in]. of_a, of_b: views of
     the matrices' blocks. filling: an object that is replaced when A and B are written."""
 
-    def __init__(self, weight: torch.Tensor, n: int, c: int, a: Factors, b: Factors) -> None:
+    def __init__(self, weight: torch.Tensor, c: int, a: Factors | None, b: Factors) -> None:
         c = -(-c // 8) * 8
-        inputs = weight.shape[-1]
-        outputs = weight.numel() // (n * inputs)
-        rows = outputs + c if a.matrices else outputs
-        whole = torch.empty(n, rows, inputs + c, dtype=weight.dtype, device=weight.device)
-        self.both = whole[:, :outputs]
-        self.across = whole[..., :inputs]
-        self.a = self.across[:, outputs:]
-        self.b = self.both[..., inputs:]
-        self.of_a = a.blocks(self.a)
-        self.of_b = b.blocks(self.b)
+        *lead, inputs = weight.shape
+        sizes = [math.prod(lead)]
+        if a is not None:
+            sizes = [lead[0], math.prod(lead[1:]) + c]
+        whole = torch.empty(*sizes, inputs + c, dtype=weight.dtype, device=weight.device)
+        self.across, beside = whole.split_with_sizes([inputs, c], -1)
+        self.both, own, self.b = whole, self.across, beside
+        if a is not None:
+            outputs = sizes[1] - c
+            self.both = whole[:, :outputs]
+            self.b = beside[:, :outputs]
+            own, self.a = self.across.split_with_sizes([outputs, c], 1)
+            self.of_a = a.cleared_blocks(self.a)
+        self.of_b = b.cleared_blocks(self.b)
         self.filling = object()
-        own = self.across[:, :outputs]
         if hasattr(weight, "whole"):
             weight.whole(own)
         else:
@@ -90,30 +106,32 @@ class Room:
 def filled_room(
     weight: torch.Tensor,
     rooms: dict[torch.Size, Room],
-    n: int,
     c: int,
-    a: Factors,
+    a: Factors | None,
     b: Factors,
     filling: Any,
 ) -> Room:
     """The Room of a weight and its LoRA matrices: the one of the last call, or a new one if the
     weight is quantised, or was moved or cast since.
 
-    rooms: by weight shape, changed in place. filling: the attribute of this name of an earlier
-    result, if A and B have not changed since; a room that still has it is returned as it is. None,
-    or another room: A and B are written."""
+    rooms: by weight shape, changed in place. a: None for a linear. filling: the attribute of this
+    name of an earlier result, if A and B have not changed since; a room that still has it is
+    returned as it is. None, or another room: A and B are written."""
     room = rooms.get(weight.shape)
     if hasattr(weight, "whole"):
-        room = Room(weight, n, c, a, b)
+        room = Room(weight, c, a, b)
     elif room is None or (room.b.dtype, room.both.data_ptr()) != (weight.dtype, weight.data_ptr()):
-        room = rooms[weight.shape] = Room(weight, n, c, a, b)
+        room = rooms[weight.shape] = Room(weight, c, a, b)
     elif room.filling is filling:
         return room
     room.filling = object()
-    for matrix, block in zip(a.matrices, room.of_a, strict=True):
-        torch.mul(matrix, a.scale, out=block)
-    for matrix, block in zip(b.matrices, room.of_b, strict=True):
-        block.copy_(matrix.view_as(block))
+    if a is not None:
+        for matrix, block in zip(a.matrices, room.of_a, strict=True):
+            torch.mul(matrix, a.scale, out=block)
+    matrices = b.matrices
+    if b.groups is not None:
+        matrices = [*map(torch.Tensor.view_as, matrices, room.of_b)]
+    torch._foreach_copy_(room.of_b, matrices)
     return room
 
 
@@ -162,7 +180,7 @@ class AdaptedProduct(torch.autograd.Function):
         if group is not None:
             whole = mappings._gather_along_first_dim(x, group)
         flat = whole.reshape(-1, x.shape[-1])
-        low = (flat @ a.t()).mul_(scale)
+        low = F.linear(flat, a).mul_(scale)
         ctx.save_for_backward(x if again is None else None, a, low)
         ctx.constants = room, b, scale, group
         ctx.again = again
@@ -172,9 +190,9 @@ class AdaptedProduct(torch.autograd.Function):
         filled = room(None)
         ctx.filling = filled.filling
         parts = [flat, low]
-        if padding := filled.b.shape[2] - len(a):
+        if padding := filled.b.shape[1] - len(a):
             parts.append(flat.new_zeros(len(flat), padding))
-        out = F.linear(torch.cat(parts, 1), filled.both.flatten(0, 1), bias)
+        out = F.linear(torch.cat(parts, 1), filled.both, bias)
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -187,13 +205,12 @@ class AdaptedProduct(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1])
         filled = room(ctx.filling)
-        d_low = (grad @ filled.b[..., : len(a)].flatten(0, 1)).mul_(scale)
+        d_low = (grad @ filled.b[:, : len(a)]).mul_(scale)
         d_x = None
         if ctx.needs_input_grad[0]:
-            weight = filled.across.flatten(0, 1)
-            d_x = _to_part((d_low @ a).addmm_(grad, weight), group).view(x.shape)
+            d_x = _to_part((d_low @ a).addmm_(grad, filled.across), group).view(x.shape)
         d_a = _float_product(_to_part(d_low, group), flat)
-        d_bs = b.gradients(_float_product(grad, low).view(*filled.b.shape[:2], -1))
+        d_bs = b.gradients(_float_product(grad, low))
         d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[7] else None
         return d_x, None, None, None, None, None, None, d_bias, d_a, *d_bs
 

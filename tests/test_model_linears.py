@@ -96,7 +96,7 @@ def mean_error_of_each_output(is_adapted: bool) -> float:
     bias = (drawn(32, seed=2) / 64).bfloat16()
     if is_adapted:
         b = Factors([torch.zeros(32, 3)], [(slice(32), slice(3))])
-        room = functools.partial(filled_room, weight, {}, 1, 3, Factors([], []), b)
+        room = functools.partial(filled_room, weight, {}, 3, None, b)
         a = torch.ones(3, 64)
         out = AdaptedProduct.apply(x, weight, room, b, 1.0, None, None, bias, a, *b.matrices)
     else:
