@@ -736,32 +736,31 @@ class Experts(MegatronModule):
         ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         adapter = beside(self)
 
-        def is_grouped(t: torch.Tensor, w: torch.Tensor) -> bool:
-            """True if moe_grouped_gemm is on and a grouped GEMM can multiply t [T, c] and w, which
-            is [n, out, in] or [T, in]: their sizes but T and n must be multiples of 16 bytes."""
-            # it needs rows in multiples of 16 bytes: the smallest adapters have fewer
-            size = math.gcd(t.shape[-1], *w.shape[1:], max(w.stride()[-2:]))
-            return self.config.moe_grouped_gemm and size * w.itemsize % 16 == 0
-
-        def multiply(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def grouped(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             """Multiply the rows of each expert in t by the expert's transposed matrix in w
             [n, out, in]: t [T, in] -> [T, out]. If w is [T, in] instead, with t [T, out]: compute
             t^T w over each expert's rows -> [n, out, in]."""
             if w.dim() == 2:
-                if is_grouped(t, w):
-                    return F.grouped_mm(t.mT, w, offs=ends)
-                counts = tokens_per_expert.tolist()
-                pairs = zip(t.split(counts), w.split(counts), strict=True)
+                return F.grouped_mm(t.mT, w, offs=ends)
+            return F.grouped_mm(t, w.mT, offs=ends)
+
+        def one_by_one(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            """The same, in a loop over experts."""
+            counts = tokens_per_expert.tolist()
+            parts = t.split(counts)
+            if w.dim() == 2:
+                pairs = zip(parts, w.split(counts), strict=True)
                 return torch.stack([of_out.mT @ of_in for of_out, of_in in pairs])
-            if is_grouped(t, w):
-                return F.grouped_mm(t, w.mT, offs=ends)
-            parts = t.split(tokens_per_expert.tolist())
             return torch.cat([F.linear(part, one) for part, one in zip(parts, w, strict=True)])
 
         def product(projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            # a grouped GEMM needs rows in multiples of 16 bytes; ranks of adapters are padded
+            size = math.gcd(math.prod(w.shape[1:-1]), w.shape[-1]) * w.itemsize
+            is_grouped = self.config.moe_grouped_gemm and size % 16 == 0
+            multiply = grouped if is_grouped else one_by_one
             if adapter is not None:
                 return adapter(projections, t, w, multiply)
-            if self.accumulates and hasattr(w, "main_grad") and is_grouped(t, w.flatten(1, -2)):
+            if self.accumulates and hasattr(w, "main_grad") and is_grouped:
                 return ExpertsProduct.apply(t, w, ends)
             return experts_product(t, w, multiply)
 

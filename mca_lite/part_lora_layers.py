@@ -458,6 +458,8 @@ class LoraExperts(Adapter):
         self.scales = {p: spec.scale_of(modules[0]) for p, modules in of_projections.items()}
         self.ranks = {p: spec.rank_of(modules[0]) for p, modules in of_projections.items()}
         gates = of_projections.get("gate", ())
+        # projections of a weight -> (places of A, places of B, rank, scale)
+        self.plans: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any], int, float]] = {}
         # gate and up share A, as PEFT's adapter of a stacked parameter has it
         self.is_joined = bool(gates) and spec.stacks(gates[0])
         for projection, modules in of_projections.items():
@@ -477,23 +479,15 @@ class LoraExperts(Adapter):
             if not self.is_joined or projection != "up":
                 self._add(self._name_of_a(projection), "lora_A.weight", owners, a, axis_a)
             self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
-        self.plans = {
-            PROJECTIONS[:2]: self._places(PROJECTIONS[:2], columns),
-            PROJECTIONS[2:]: self._places(PROJECTIONS[2:], hidden_size),
-        }
-
-    def _places(self, projections: tuple[str, ...], width: int) -> tuple[dict[str, Any], ...]:
-        """Find the blocks of LoRA matrices beside a weight with these projections, each of `width`
-        outputs -> (of A, of B), each {parameter's name: its place, as Factors has it}."""
-        of_a: dict[str, Any] = {}  # the columns of low = scale * A x that each matrix A computes
-        of_b = {}
-        for i, name in enumerate(projections):
-            if name in self.adapted:
-                r = self.ranks[name]
-                end = (len(of_a) + 1) * r
-                _, part = of_a.setdefault(self._name_of_a(name), (slice(None), slice(end - r, end)))
-                of_b[f"{name}_B"] = slice(None), slice(i * width, (i + 1) * width), part
-        return of_a, of_b
+            # the places (see Factors) of the matrices beside a weight with these projections
+            together = PROJECTIONS[2:] if projection == "down" else PROJECTIONS[:2]
+            plan = self.plans.setdefault(together, ({}, {}, rank, self.scales[projection]))
+            of_a, of_b, *_ = plan
+            end = (len(of_a) + 1) * rank
+            place = slice(None), slice(end - rank, end)  # the columns of low that A computes
+            place = of_a.setdefault(self._name_of_a(projection), place)
+            first = together.index(projection) * sizes[1]
+            of_b[f"{projection}_B"] = slice(None), slice(first, first + sizes[1]), place[1]
 
     def _name_of_a(self, projection: str) -> str:
         """Name of the parameter that holds a projection's LoRA matrix A, such as "down_A". Gate and
@@ -532,13 +526,12 @@ class LoraExperts(Adapter):
         such as ("gate", "up"). multiply: the grouped matmul, see AdaptedExperts. The backward pass
         is collective over the expert-tensor-parallel group if that has several ranks and a
         projection has an adapter."""
-        of_a, of_b = self.plans[projections]
-        if not of_a:
+        if projections not in self.plans:
             return experts_product(x, weight, multiply)
-        name = next(name for name in projections if name in self.adapted)
+        of_a, of_b, rank, scale = self.plans[projections]
+        a = Factors([*map(self._matrix, of_a)], [*of_a.values()], scale)
         b = Factors([*map(self._matrix, of_b)], [*of_b.values()])
-        a = Factors([*map(self._matrix, of_a)], [*of_a.values()], self.scales[name])
-        c = len(of_a) * self.ranks[name]
+        c = len(of_a) * rank
         if not self.adds_in_product(weight):
             n, *outputs, inputs = weight.shape
             c = -(-c // 8) * 8  # grouped GEMMs need rows in multiples of 16 bytes

@@ -82,18 +82,16 @@ class Room:
 
     def __init__(self, weight: torch.Tensor, c: int, a: Factors | None, b: Factors) -> None:
         c = -(-c // 8) * 8
-        *lead, inputs = weight.shape
-        sizes = [math.prod(lead)]
+        *rows, inputs = weight.shape
         if a is not None:
-            sizes = [lead[0], math.prod(lead[1:]) + c]
-        whole = torch.empty(*sizes, inputs + c, dtype=weight.dtype, device=weight.device)
-        self.across, beside = whole.split_with_sizes([inputs, c], -1)
-        self.both, own, self.b = whole, self.across, beside
+            rows = [rows[0], math.prod(rows[1:]) + c]
+        self.both = torch.empty(*rows, inputs + c, dtype=weight.dtype, device=weight.device)
+        self.across, self.b = self.both.split_with_sizes([inputs, c], -1)
+        own = self.across
         if a is not None:
-            outputs = sizes[1] - c
-            self.both = whole[:, :outputs]
-            self.b = beside[:, :outputs]
-            own, self.a = self.across.split_with_sizes([outputs, c], 1)
+            self.both = self.both[:, :-c]
+            self.b = self.b[:, :-c]
+            own, self.a = self.across.split_with_sizes([rows[1] - c, c], 1)
             self.of_a = a.cleared_blocks(self.a)
         self.of_b = b.cleared_blocks(self.b)
         self.filling = object()
