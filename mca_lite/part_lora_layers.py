@@ -584,8 +584,9 @@ def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
 def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> None:
     """Make an adapter part of a module, as its submodule "lora".
 
-    way: how the adapter's output is added. "beside" (linears, embeddings): a forward hook adds it,
-    unless the linear's own matmul does, or the loss in case of an output layer. "inside" (routers
+    way: how the adapter's output is added. "beside" (linears, embeddings): a tensor-parallel linear
+    of this package adds it itself; with other modules a forward hook does, unless a Transformer
+    Engine linear's matmul does, or the loss in case of an output layer. "inside" (routers
     and experts in model_moe.py): the module calls the adapter itself. "merged" (transformers'
     experts, and its routers that are no nn.Linear): during forward, the tensors of
     adapter.merged(module) stand in for the module's parameters of the same names; this needs their
@@ -601,9 +602,12 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
     if way == "merged":
         module.register_forward_pre_hook(_cover_parameters)
         module.register_forward_hook(_uncover_parameters, always_call=True)
+    elif way == "beside" and isinstance(adapter, LoraAdapter) and hasattr(module, "product"):
+        _add_in_product(module, adapter)
     elif way == "beside":
         module.register_forward_hook(_add_output)
-        _add_in_product(module, adapter)
+        if hasattr(module, "activation_dtype"):
+            _suit_transformer_engine(module, adapter)
 
 
 def _cover_parameters(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -624,21 +628,22 @@ def _uncover_parameters(module: torch.nn.Module, args: tuple[Any, ...], output: 
 
 
 def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Change a linear so that its own matmul can include the adapter: a tensor-parallel linear of
-    this package, or a Transformer Engine linear if _suit_transformer_engine() allows it. For that,
-    a method is replaced on this instance, because a hook would run only after the matmul. Modules
-    of other kinds stay unchanged."""
-    if hasattr(module, "activation_dtype"):
-        _suit_transformer_engine(module, adapter)
-    elif isinstance(adapter, LoraAdapter) and hasattr(module, "product"):
-        base_product = module.product  # defined in model_linears.py
+    """Make a tensor-parallel linear of this package add the adapter's output, in its own matmul if
+    adds_in_product() allows it; otherwise the sum is rounded to the dtype of the linear's output.
+    For that, a method is replaced on this instance, because a hook would run only after the
+    matmul, and cost time in each call."""
+    base_product = module.product  # defined in model_linears.py
 
-        def product(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
-            multiply = adapter if adapter.adds_in_product(weight) else base_product
-            return multiply(x, weight, *bias)
+    def product(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+        if adapter.adds_in_product(weight):
+            return adapter(x, weight, *bias)
+        out = base_product(x, weight, *bias)
+        if adapter.enabled:
+            out = (out + adapter(x)).to(out.dtype)
+        return out
 
-        module.product = product
-        adapter.in_product = True
+    module.product = product
+    adapter.in_product = True
 
 
 def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
@@ -679,8 +684,8 @@ def _normed(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _add_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of a module with an adapter: add the adapter's output to the module's, and round
     the sum to the dtype of the module's output. args: the module's inputs. The output stays
-    unchanged if the adapter is disabled, or if it is added elsewhere: in the module's matmul, or in
-    the loss in case of an output layer."""
+    unchanged if the adapter is disabled, or if it is added elsewhere: in a Transformer Engine
+    linear's matmul, or in the loss in case of an output layer."""
     adapter = module.lora
     # on an output layer the chunked loss adds the adapter (model_linears.extra_factors)
     passes_hidden = getattr(module, "passes_hidden", False)
