@@ -71,10 +71,10 @@ class Factors(NamedTuple):
 
 
 class Room:
-    """A weight W, of a linear [out, in] or of experts [n, .., in], in one buffer with the stacks of
-    its LoRA matrices, so that one matmul can use them. W's data moves to the buffer; a quantised
-    weight is decoded into it. Of a linear there is only the stack of B, and its tensors have no
-    axis n.
+    """A weight W, of a linear [n * out, in] or of experts [n, .., in], in one buffer with the
+    stacks of its LoRA matrices, so that one matmul can use them. W's data moves to the buffer; a
+    quantised weight is decoded into it. A linear has no stack of A, and joins the axes n and out of
+    its tensors.
 
     a, b: the stacks, [n, c, in] and [n, out, c]; A is multiplied by its scale. both: W with B
     beside it, [n, out, in + c]. across: W with A below it, [n, out + c, in]. of_a, of_b: views of
