@@ -97,6 +97,22 @@ def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 _LARGE = 2**20  # elements
 
 
+def joined(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat views that together hold the numbers of contiguous tensors: those that lie one after
+    another in memory, as gradients in DDP's buffers do, are one view."""
+    found: list[torch.Tensor] = []
+    end = None
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        flat = tensor.detach().reshape(-1)
+        place = flat.dtype, flat.untyped_storage().data_ptr(), flat.storage_offset()
+        if end == place:
+            last = found.pop()
+            flat = last.as_strided((len(last) + len(flat),), (1,))
+        found.append(flat)
+        end = *place[:2], found[-1].storage_offset() + len(found[-1])
+    return found
+
+
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The float32 norm of all tensors together, as a scalar tensor on their device; on the CPU if
     there is no tensor.
@@ -105,6 +121,7 @@ def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     elements, and differently in each layout. Taking norms of short rows first is right to 1e-7 and
     as fast."""
     if tensors and tensors[0].is_cuda:
+        tensors = joined(tensors)
         # the kernel for many tensors reads large ones at half the speed of the kernel for one
         # tensor
         large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]

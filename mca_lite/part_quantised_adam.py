@@ -87,11 +87,35 @@ def _values(codes, scales, table, place, block, inside, exists):
 
 
 @jit
+def _pointer(places, i: tl.constexpr, kind: tl.constexpr, EVEN: tl.constexpr):
+    """The i-th of the addresses at `places`, as a pointer to numbers of dtype `kind`. EVEN: it is a
+    multiple of 16 bytes."""
+    pointer = tl.load(places + i).to(tl.pointer_type(kind))
+    if EVEN:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
 def _adam_kernel(
-    weight, low, grad, mean, of_mean, square, of_square, signed, of_signed, plain, of_plain,
-    factor, n, decay, beta2, new1, new2, rate, root, eps,
-    SPLIT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    places, signed, of_signed, plain, of_plain,
+    factor, decay, beta2, new1, new2, rate, root, eps,
+    SPLIT: tl.constexpr, GRAD: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
+    places += tl.program_id(1) * 8
+    n = tl.load(places)
+    if tl.program_id(0).to(tl.int64) * ROWS * SIZE >= n:
+        return
+    if EVEN:
+        n = tl.multiple_of(n, 16)
+    weight = _pointer(places, 1, tl.int16 if SPLIT else tl.float32, EVEN)
+    low = _pointer(places, 2, tl.int16, EVEN)
+    grad = _pointer(places, 3, GRAD, EVEN)
+    mean = _pointer(places, 4, tl.uint8, EVEN)
+    of_mean = _pointer(places, 5, tl.float32, EVEN)
+    square = _pointer(places, 6, tl.uint8, EVEN)
+    of_square = _pointer(places, 7, tl.float32, EVEN)
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     place = block[:, None] * SIZE + column
@@ -135,20 +159,27 @@ def _adam_kernel(
     tl.store(square + place, code.to(tl.uint8), inside)
 
 
-def launch_adam(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-    """Run AdamW's update of one parameter whose two moments are stored in 8 bits, with one Triton
-    kernel. The parameter, the moments and the low bits of its float32 master change in place;
-    nothing changes if the factor is NaN.
+def launch_adam(many: list[tuple[Any, ...]], factor: torch.Tensor, numbers: Any) -> None:
+    """Run AdamW's update of parameters whose two moments are stored in 8 bits, with one Triton
+    kernel. Parameters, moments and the low bits of float32 masters change in place; nothing changes
+    if the factor on the gradients is NaN.
 
-    tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first Moment,
-    second Moment, factor on the gradient). numbers: (lr * weight decay, beta2, 1 - beta1, 1 -
-    beta2, bias-corrected lr, sqrt(1 - beta2^step), eps)."""
-    p, low, grad, mean, square, factor = tensors
-    weight = p if low is None else p.view(torch.int16)
+    many: for each parameter (parameter, the low 16 bits of its float32 master or None, gradient,
+    first Moment, second Moment), with the same dtypes and on one device. numbers: (lr * weight
+    decay, beta2, 1 - beta1, 1 - beta2, bias-corrected lr, sqrt(1 - beta2^step), eps)."""
+    p, low, grad, *_ = many[0]
+    rows = []
+    for weight, of_weight, gradient, mean, square in many:
+        tensors = weight, weight if of_weight is None else of_weight, gradient
+        addresses = [t.data_ptr() for t in (*tensors, *mean.parts, *square.parts)]
+        rows.append([weight.numel(), *addresses])
+    is_even = not any(number % 16 for row in rows for number in row)
+    places = torch.tensor(rows).to(p.device, non_blocking=True)
     tables = [t for signed in (True, False) for t in _table(signed, p.device)]
-    grid = (triton.cdiv(p.numel(), BLOCK * _ROWS),)
-    of_kernel = weight, low, grad, *mean.parts, *square.parts, *tables, factor, p.numel(), *numbers
-    launch(_adam_kernel, grid, *of_kernel, low is not None, BLOCK, _ROWS)
+    grid = (triton.cdiv(max(row[0] for row in rows), BLOCK * _ROWS), len(rows))
+    kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    constants = low is not None, kind[grad.dtype], is_even, BLOCK, _ROWS
+    launch(_adam_kernel, grid, places, *tables, factor, *numbers, *constants)
 
 
 class Moment(torch.Tensor):
@@ -213,6 +244,12 @@ class BlockAdamW(AdamW):
     def __init__(self, groups: Any, blocks: Iterable[str], **numbers: Any) -> None:
         super().__init__(groups, **numbers)
         self.blocks = set(blocks)
+        # parameters of this step that one kernel updates, by what they must have in common
+        self._many: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.launch_waiting()
 
     def state_of(self, p: torch.Tensor) -> dict:
         """The optimizer's state of a parameter. Moments that do not exist yet are created as zeros.
@@ -256,10 +293,9 @@ class BlockAdamW(AdamW):
             state["step"] = self.state.pop(piece)["step"]
         return None
 
-    def update_at_once(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """Run AdamW's update of one parameter whose moments are both in 8 bits, in place, by
-        launch_adam(). group: its parameter group. factor: a scalar tensor, multiplied with the
-        gradient."""
+    def update_at_once(self, group: dict, p: torch.Tensor, grad: torch.Tensor, by: Any) -> None:
+        """Prepare the update of a parameter whose moments are both in 8 bits, for launch_waiting().
+        group: its parameter group. by: a scalar tensor, multiplied with the gradient."""
         state = self.state[p]
         step = int(state["step"]) + 1
         state["step"] = torch.tensor(float(step))
@@ -267,8 +303,17 @@ class BlockAdamW(AdamW):
         rate = group["lr"] / (1 - beta1**step)
         decay = group["lr"] * group["weight_decay"]
         numbers = decay, beta2, 1 - beta1, 1 - beta2, rate, (1 - beta2**step) ** 0.5, group["eps"]
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        launch_adam((p.detach(), state.get("low"), grad, *moments, factor), numbers)
+        low = state.get("low")
+        kind = p.device, low is None, grad.dtype, p.numel().bit_length(), p.numel() % 16
+        many = self._many.setdefault((by, numbers, *kind), [])
+        many.append((p.detach(), low, grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
+
+    def launch_waiting(self) -> None:
+        """Run the updates that update_at_once() prepared: one kernel for those parameters that have
+        the same numbers and dtypes, the largest at most twice as large as the smallest."""
+        for (by, numbers, *_), many in self._many.items():
+            launch_adam(many, by, numbers)
+        self._many.clear()
 
 
 def new(groups: Any, args: Any, numbers: dict, halves: set[str]) -> BlockAdamW:

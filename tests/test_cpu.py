@@ -359,3 +359,11 @@ def test_the_norm_of_a_large_tensor_is_exact():
     ]
     exact = sum(float(t.double().pow(2).sum()) for t in tensors) ** 0.5
     assert abs(float(cpu.l2_norm(tensors)) - exact) / exact < 1e-6
+
+
+def test_tensors_that_lie_one_after_another_are_joined():
+    buffer = torch.arange(100.0)
+    parts = [buffer[10:30].view(4, 5), buffer[:10], buffer[40:], torch.ones(2, 3).t()]
+    found = sorted(cpu.joined(parts), key=len)
+    assert [len(flat) for flat in found] == [6, 30, 60]
+    assert torch.equal(found[1], buffer[:30]) and torch.equal(found[2], buffer[40:])

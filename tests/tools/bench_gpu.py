@@ -244,10 +244,7 @@ FOUR_CASES = {
     "LoRA 30B-A3B": dict(_FOUR, shape="30B-A3B"),
     "QLoRA 30B-A3B": dict(_FOUR, shape="30B-A3B", form="nf4"),
     "QLoRA 30B-A3B in 48 GiB": dict(
-        _FOUR,
-        shape="30B-A3B",
-        form="nf4",
-        keys=dict(_SOME, recompute_num_layers=6, exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
+        _FOUR, shape="30B-A3B", form="nf4", keys=dict(_SOME, **_EIGHT, recompute_num_layers=2)
     ),
     "QLoRA experts": dict(_FOUR, shape="experts", form="nf4"),
     "QLoRA gpt-oss-20b": dict(

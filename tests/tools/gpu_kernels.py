@@ -644,6 +644,7 @@ def wrong_updates() -> list[str]:
                 for grad in grads:
                     if at_once:
                         optimizer.update_at_once(optimizer.param_groups[0], p, grad, factor)
+                        optimizer.launch_waiting()
                     else:
                         p.decoupled_grad, optimizer.factor = grad, factor
                         optimizer.step()
