@@ -238,13 +238,16 @@ CASES.update(LONG_CASES)
 _EIGHT = dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit", grad_reduce_in_fp32=False)
 ALONE = {MUON, "1.5B 8 bits", "8B 8 bits"}
 # frozen weights in four bits; this project alone
-_FOUR = dict(mbs=2, rows=4, lora=16, steps=5, skip=2)
+_FOUR = dict(mbs=2, rows=4, lora=16, steps=10, skip=3)
 _SOME = dict(recompute_granularity="full", recompute_method="block")
 FOUR_CASES = {
     "LoRA 30B-A3B": dict(_FOUR, shape="30B-A3B"),
     "QLoRA 30B-A3B": dict(_FOUR, shape="30B-A3B", form="nf4"),
     "QLoRA 30B-A3B in 48 GiB": dict(
-        _FOUR, shape="30B-A3B", form="nf4", keys=dict(_SOME, **_EIGHT, recompute_num_layers=2)
+        _FOUR,
+        shape="30B-A3B",
+        form="nf4",
+        keys=dict(_SOME, recompute_num_layers=5, exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"),
     ),
     "QLoRA experts": dict(_FOUR, shape="experts", form="nf4"),
     "QLoRA gpt-oss-20b": dict(
