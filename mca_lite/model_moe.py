@@ -222,6 +222,7 @@ def counted(
 
 
 def routed(
+    scores: torch.Tensor,
     logits: torch.Tensor,
     real: torch.Tensor | None,
     losses: BalancingLosses,
@@ -231,16 +232,14 @@ def routed(
     score_function: str,
     *rule: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Choose the experts of each token by its logits [s, b, E] -> (weights [T, k], expert indices
-    [T, k], what counted() gives), T = s b. real: bool [s, b], True for tokens; None: nothing is
-    counted. topk and what follows: as in choose_experts(). Others: see counted()."""
-    flat = logits.flatten(0, 1)
-    scores = scores_of(flat, score_function)
+    """Choose the experts of each token by its scores -> (weights [T, k], expert indices [T, k],
+    what counted() gives), T = s b. scores: [T, E], scores_of() the logits [s, b, E]. real: bool
+    [s, b], True for tokens; None: nothing is counted. topk and what follows: as in
+    choose_experts(). Others: see counted()."""
     weights, experts = choose_experts(scores, topk, score_function, *rule)
     if real is None:
         return weights, experts, None
-    # views of `flat`: megatron's linear needs the gradient in its memory order
-    of_tokens = flat.view(logits.shape), real, topk, score_function, experts
+    of_tokens = logits, real, topk, score_function, experts
     shared = scores.view(logits.shape), are_best
     return weights, experts, counted(losses, group, *of_tokens, *shared)
 
@@ -395,8 +394,11 @@ class Router(TopKRouter):
             replace = functools.partial(self.replay, self, padding_mask)
         elif group is None:
             route = _routed_at_once
+        # not compiled: passes with and without gradients have to choose by the same bits
+        flat = logits.flatten(0, 1)
         weights, experts, found = route(
-            logits,
+            scores_of(flat, self.score_function),
+            flat.view(logits.shape),  # megatron's linear needs the gradient in its memory order
             real,
             losses,
             group,
