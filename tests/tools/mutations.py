@@ -150,8 +150,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "the weights of experts are rounded before the product",
-        "F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)",
-        "F.silu(gate) * up * weights.unsqueeze(-1).to(both.dtype))",
+        "(swiglu(both) * weights.unsqueeze(-1)).to(both.dtype)",
+        "(swiglu(both) * weights.unsqueeze(-1).to(both.dtype)).to(both.dtype)",
         "test_model_fused.py"
         "::test_the_weights_of_experts_are_float32_and_their_product_is_rounded_once",
     ),
