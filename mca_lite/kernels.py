@@ -280,11 +280,11 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor, room: int = 0) -> torch.Tensor:
     """silu(gate) * up * weights -> [T, f], an expert's activation, in the dtype of `both`. both:
-    [T, 2 f], gate before up. weights: [T]."""
+    [T, 2 f], gate before up. weights: [T]. room: see part_triton.rows_with_room()."""
     if compiles(both):
-        return fused().SwiGLU.apply(both, weights)
+        return fused().SwiGLU.apply(both, weights, room)
     return (swiglu(both) * weights.unsqueeze(-1)).to(both.dtype)
 
 

@@ -359,8 +359,12 @@ class Router(TopKRouter):
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
+        is_short = input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None
+        if is_short and dtype == torch.float32 and compiles(input):
+            logits = fused().LogitsOfRouter.apply(input, self.weight)
+        else:
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
         adapter = beside(self)
         if adapter is not None:
             logits = logits + adapter(input).to(logits.dtype)
@@ -432,6 +436,11 @@ class Router(TopKRouter):
 # ---- to experts and back
 
 
+def copies_of_rows(x: torch.Tensor, tokens: torch.Tensor, room: int = 0) -> torch.Tensor:
+    """x[tokens], for x [T, h]. room: see part_triton.rows_with_room(); needs its kernels."""
+    return fused().copies_of_rows(x, tokens, room) if compiles(x) else x[tokens]
+
+
 def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Add up the k rows of each token, one from each of its experts: rows [T k, h] -> [T, h] for T
     tokens. places: [T, k], the indices of a token's rows in `rows`."""
@@ -457,16 +466,17 @@ class ToExperts(torch.autograd.Function):
         order: torch.Tensor,
         tokens: torch.Tensor,
         places: torch.Tensor,
+        room: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(places)
-        return x[tokens], weights.flatten()[order]
+        return copies_of_rows(x, tokens, room), weights.flatten()[order]
 
     @staticmethod
     def backward(
         ctx: Any, grad: torch.Tensor, grad_of_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return sums_of_rows(grad, places), grad_of_weights[places], None, None, None
+        return sums_of_rows(grad, places), grad_of_weights[places], None, None, None, None
 
 
 class FromExperts(torch.autograd.Function):
@@ -475,15 +485,16 @@ class FromExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor
+        ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor, room: int = 0
     ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
+        ctx.room = room
         return sums_of_rows(rows, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (tokens,) = ctx.saved_tensors
-        return grad[tokens], None, None
+        return copies_of_rows(grad, tokens, ctx.room), None, None, None
 
 
 @compiled
@@ -506,6 +517,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     takes expert indices, int64 [T, k], and weights [T, k] for k experts per token, instead of bool
     maps over all experts."""
 
+    room = 0  # see Experts.room
+
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -518,7 +531,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         order, self.tokens, self.places, *chosen = sorted_by_expert(experts, self.num_experts)
         self.tokens_per_expert = self.count(*chosen)
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
-        return ToExperts.apply(flat, weights, order, self.tokens, self.places)
+        return ToExperts.apply(flat, weights, order, self.tokens, self.places, self.room)
 
     def count(self, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The number of tokens that each of this rank's experts gets, from all ranks that share the
@@ -529,7 +542,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Add up the outputs of each token's k experts: rows [T k, h], sorted by expert ->
         [s, b, h], the shape of the hidden_states given to dispatch_preprocess()."""
-        return FromExperts.apply(rows, self.tokens, self.places).view(self.hidden_shape)
+        out = FromExperts.apply(rows, self.tokens, self.places, self.room)
+        return out.view(self.hidden_shape)
 
 
 class LocalDispatcher(Dispatcher):
@@ -550,7 +564,7 @@ class LocalDispatcher(Dispatcher):
         again = getattr(hidden_states, "again", None)
         if again is not None:
             tokens = self.tokens
-            rows.again = lambda: again().flatten(0, -2)[tokens]
+            rows.again = lambda: copies_of_rows(again().flatten(0, -2), tokens)
         return rows, of_rows
 
     def token_dispatch(
@@ -672,6 +686,7 @@ class Experts(MegatronModule):
     matrices is no multiple of 16 bytes, a loop over experts."""
 
     accumulates = False  # backward adds the gradients of weights to their main_grad
+    room = 0  # columns that an adapter puts beside inputs and gradients (part_triton.py)
 
     def __init__(
         self,
@@ -774,7 +789,7 @@ class Experts(MegatronModule):
 
         both = product(("gate", "up"), x, self.fc1)
         if not self.has_biases:
-            return down(weighted_swiglu), None
+            return down(functools.partial(weighted_swiglu, room=self.room)), None
         rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
         experts = torch.searchsorted(ends, rows, right=True)
         numbers = torch.arange(len(self.fc1), device=x.device)
@@ -885,6 +900,8 @@ class Mixture(MoELayer):
             self.router.gives_choices = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.token_dispatcher, LocalDispatcher):
+            self.token_dispatcher.room = self.experts.room
         output = super().forward(*args, **kwargs)
         # megatron's dispatchers keep the last weights: their graph would keep the nodes of DDP's
         # hooks alive, and those the model

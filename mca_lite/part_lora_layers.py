@@ -489,6 +489,12 @@ class LoraExperts(Adapter):
             first = together.index(projection) * sizes[1]
             of_b[f"{projection}_B"] = slice(None), slice(first, first + sizes[1]), place[1]
 
+    @property
+    def room(self) -> int:
+        """Number of columns to leave free beside the rows of the experts' inputs and gradients, for
+        the products with A and B: enough for each weight."""
+        return max(-(-len(of_a) * rank // 8) * 8 for of_a, _, rank, _ in self.plans.values())
+
     def _name_of_a(self, projection: str) -> str:
         """Name of the parameter that holds a projection's LoRA matrix A, such as "down_A". Gate and
         up may share one, "gate_up_A"."""
@@ -599,6 +605,8 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
             parameter.may_rest = weight.may_rest
             parameter.sequence_parallel = weight.sequence_parallel
     module.add_module("lora", adapter)
+    if isinstance(adapter, LoraExperts):
+        module.room = adapter.room
     if way == "merged":
         module.register_forward_pre_hook(_cover_parameters)
         module.register_forward_hook(_uncover_parameters, always_call=True)

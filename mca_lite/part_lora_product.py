@@ -221,6 +221,17 @@ def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None
     return mappings._reduce_scatter_along_first_dim(partial, group)
 
 
+def _with_columns(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """[x, more] along the second axis. If x has room beside it (part_triton.rows_with_room), `more`
+    is written there; otherwise both are copied."""
+    wide = getattr(x, "room", None)
+    if wide is None:
+        return torch.cat([x, more], 1)
+    columns = x.shape[1], more.shape[1]
+    wide.narrow(1, *columns).copy_(more)
+    return wide.narrow(1, 0, sum(columns))
+
+
 class AdaptedExperts(torch.autograd.Function):
     """Autograd function: frozen experts with their LoRA adapters. For each expert it computes [x,
     low] [W, B]^T with low = scale x A^T, in one grouped matmul, whose result is rounded only once.
@@ -258,7 +269,7 @@ class AdaptedExperts(torch.autograd.Function):
             filled = room(None)
             ctx.filling = filled.filling
             low = multiply(x, filled.a)
-            out = multiply(torch.cat([x, low], 1), filled.both)
+            out = multiply(_with_columns(x, low), filled.both)
         ctx.save_for_backward(x if again is None else None, low)
         return out
 
@@ -269,7 +280,8 @@ class AdaptedExperts(torch.autograd.Function):
         if ctx.again is not None:
             x = ctx.again()
             ctx.again = None  # the node outlives its backward pass, and holds what x is made of
-        grad = grad.contiguous()
+        if not hasattr(grad, "room"):
+            grad = grad.contiguous()
         filled = room(ctx.filling)
         if low is None:
             low = multiply(x, filled.a)
@@ -278,5 +290,5 @@ class AdaptedExperts(torch.autograd.Function):
         d_bs = b.gradients(multiply(grad, low))
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = multiply(torch.cat([grad, d_low], 1), filled.across.mT)
+            d_x = multiply(_with_columns(grad, d_low), filled.across.mT)
         return d_x, None, None, None, None, None, None, *d_as, *d_bs

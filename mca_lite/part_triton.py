@@ -1,11 +1,12 @@
 """Triton kernels for operations that run in plain torch without them: norms, heads, SwiGLU, AdamW,
-token losses, joining two partial attentions, sums of experts' rows, weight gradients of experts.
+token losses, joining two partial attentions, routers, rows of experts, weight gradients of experts.
 
 Letters: s positions, b rows, n query heads, g groups (key heads), d channels per head, f columns of
 a gate, V / tp logits per token on a rank, T tokens or their rows, k experts per token.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .loss_tokens import Head
 
 _SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
 _ROWS_BLOCK = 1024  # columns of a program of sums_of_rows
+_COPY_BLOCK = 2048  # columns of a program of copies_of_rows, at most
 _ADAM_BLOCK = 1024  # elements of a program of AdamW
 _JOIN_BLOCK = 2048  # elements of a program of join
 _HEADS = 16  # heads of a program of rotated_heads
@@ -453,7 +455,7 @@ def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def _swiglu_kernel(both, weights, out, f: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(both, weights, out, f: tl.constexpr, stride, BLOCK: tl.constexpr):
     row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
     silu = gate * tl.sigmoid(gate)
     if weights is None:
@@ -462,12 +464,12 @@ def _swiglu_kernel(both, weights, out, f: tl.constexpr, BLOCK: tl.constexpr):
     product = silu * up
     if weights is not None:
         product *= tl.load(weights + row).to(tl.float32)
-    tl.store(out + row * f + column, product, inside)
+    tl.store(out + row * stride + column, product, inside)
 
 
 @jit
 def _swiglu_backward_kernel(
-    both, weights, grad, of_both, of_weights, f: tl.constexpr, BLOCK: tl.constexpr
+    both, weights, grad, of_both, of_weights, f: tl.constexpr, stride, BLOCK: tl.constexpr
 ):
     row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
     g = tl.load(grad + row * f + column, inside).to(tl.float32)
@@ -479,17 +481,18 @@ def _swiglu_backward_kernel(
         g *= tl.load(weights + row).to(tl.float32)
     if of_both is not None:
         slope = sigmoid + gate * sigmoid * (1 - sigmoid)
-        tl.store(of_both + row * 2 * f + column, g * up * slope, inside)
-        tl.store(of_both + row * 2 * f + f + column, g * gate * sigmoid, inside)
+        tl.store(of_both + row * stride + column, g * up * slope, inside)
+        tl.store(of_both + row * stride + f + column, g * gate * sigmoid, inside)
 
 
-def _launch_swiglu(kernel: Any, block: int, both: torch.Tensor, *tensors: Any) -> None:
-    """Run a SwiGLU kernel with `block` columns per program."""
+def _launch_swiglu(kernel: Any, block: int, stride: int, both: torch.Tensor, *tensors: Any) -> None:
+    """Run a SwiGLU kernel with `block` columns per program. stride: elements from a row of its
+    output to the next."""
     width = both.shape[-1]
     f = width // 2
     grid = both.numel() // width, triton.cdiv(f, block)
     # in 16 bits a thread loads 16 bytes, or more in the longest blocks
-    launch(kernel, grid, both, *tensors, f, block, num_warps=min(block // 256, 32))
+    launch(kernel, grid, both, *tensors, f, stride, block, num_warps=min(block // 256, 32))
 
 
 class SwiGLU(torch.autograd.Function):
@@ -498,16 +501,19 @@ class SwiGLU(torch.autograd.Function):
 
     weights: factors [...] on the rows, as in kernels.weighted_swiglu; None: no factors. With
     weights the result is rounded once. Their gradient is a sum over f in float32, by one program
-    per row, rounded to their dtype."""
+    per row, rounded to their dtype. room: number of columns to leave free beside the rows of the
+    result and of the gradient (see rows_with_room)."""
 
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor, weights: Any = None) -> torch.Tensor:
+    def forward(ctx: Any, both: torch.Tensor, weights: Any = None, room: int = 0) -> torch.Tensor:
         both = both.contiguous()
         if weights is not None:
             weights = weights.contiguous()
         ctx.save_for_backward(both, weights)
-        out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-        _launch_swiglu(_swiglu_kernel, _SWIGLU_BLOCK, both, weights, out)
+        ctx.room = room
+        out = rows_with_room(both, (*both.shape[:-1], both.shape[-1] // 2), room)
+        stride = out.shape[-1] + room
+        _launch_swiglu(_swiglu_kernel, _SWIGLU_BLOCK, stride, both, weights, out)
         return out
 
     @staticmethod
@@ -516,14 +522,28 @@ class SwiGLU(torch.autograd.Function):
         both, weights = ctx.saved_tensors
         of_both = of_weights = None
         block = _SWIGLU_BLOCK
+        stride = both.shape[-1] + ctx.room
         if ctx.needs_input_grad[0]:
-            of_both = torch.empty_like(both)
+            of_both = rows_with_room(both, both.shape, ctx.room)
         if weights is not None and ctx.needs_input_grad[1]:
             of_weights = torch.empty_like(weights)
             block = max(triton.next_power_of_2(grad.shape[-1]), block)
         tensors = both, weights, grad.contiguous(), of_both, of_weights
-        _launch_swiglu(_swiglu_backward_kernel, block, *tensors)
-        return of_both, of_weights
+        _launch_swiglu(_swiglu_backward_kernel, block, stride, *tensors)
+        return of_both, of_weights, None
+
+
+def rows_with_room(like: torch.Tensor, shape: Sequence[int], room: int) -> torch.Tensor:
+    """Uninitialised rows of the given shape [..., width], with the dtype and device of `like`, for
+    a caller that then puts `room` more columns beside them. With room, they are the first columns
+    of a larger tensor [..., width + room], which is their attribute `room`; as tensors the two have
+    separate version counters."""
+    wide = like.new_empty(*shape[:-1], shape[-1] + room)
+    if not room:
+        return wide
+    rows = wide[..., :-room].data
+    rows.room = wide
+    return rows
 
 
 # ---- AdamW
@@ -719,6 +739,59 @@ def join_by_kernel(
 
 
 # ---- experts
+
+
+class LogitsOfRouter(torch.autograd.Function):
+    """x weight^T in float32 for x [..., h] and weight [E, h], both bf16, on a GPU: the logits of a
+    router, as float32 copies of both would give them, but multiplied by bf16 matmuls with float32
+    sums. Backward splits the float32 gradient into two bf16 numbers, which keep 16 of its bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        flat = x.reshape(-1, x.shape[-1])
+        logits = torch.mm(flat, weight.t(), out_dtype=torch.float32)
+        return logits.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        flat = grad.reshape(-1, len(weight))
+        halves = flat.new_empty(len(flat), 2, len(weight), dtype=weight.dtype)
+        high, low = halves.unbind(1)
+        high.copy_(flat)
+        torch.sub(flat, high, out=low)
+        halves = halves.flatten(1)
+        if ctx.needs_input_grad[0]:
+            of_x = (halves @ weight.repeat(2, 1)).view(*grad.shape[:-1], -1)
+        if x is not None:
+            twice = torch.mm(halves.t(), x.reshape(len(flat), -1), out_dtype=torch.float32)
+            of_weight = (twice[: len(weight)] + twice[len(weight) :]).to(weight.dtype)
+        return of_x, of_weight
+
+
+@jit
+def _copies_kernel(x, tokens, out, width: tl.constexpr, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row)
+    value = tl.load(x + token * width + column, column < width)
+    tl.store(out + row * stride + column, value, column < width)
+
+
+def copies_of_rows(x: torch.Tensor, tokens: torch.Tensor, room: int) -> torch.Tensor:
+    """x[tokens] with one Triton kernel. x: [T, h]. tokens: int64 [rows]. room: see
+    rows_with_room()."""
+    out = rows_with_room(x, (len(tokens), x.shape[1]), room)
+    width = x.shape[1]
+    block = min(triton.next_power_of_2(width), _COPY_BLOCK)
+    grid = len(tokens), triton.cdiv(width, block)
+    tensors = x.contiguous(), tokens.contiguous(), out
+    sizes = width, width + room, block
+    launch(_copies_kernel, grid, *tensors, *sizes, num_warps=max(block // 256, 1))
+    return out
 
 
 @jit

@@ -147,11 +147,23 @@ def test_products_of_experts_equal_the_sums_of_two(names, monkeypatch):
         ]
         return one_by_one(t, torch.cat(whole, 1))
 
-    def outcome(of):
+    def with_room(rows):
+        """The same rows, with columns beside them in memory."""
+        wide = torch.cat([rows.detach(), torch.full((len(rows), 8), torch.nan)], 1)
+        rows = wide[:, :-8].data
+        rows.room = wide
+        return rows
+
+    def outcome(of, room=False):
         saved = []
+        if room:
+            x.room = with_room(x).room
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             hidden = of(("gate", "up"), x, fc1)
         activated = hidden[:, :6] * hidden[:, 6:]
+        if room:
+            hidden.register_hook(with_room)
+            activated.room = with_room(activated).room
         activated.again = activated.detach  # as of experts' activations
         out = of(("down",), activated, fc2)
         grads = torch.autograd.grad(out.square().mean(), [x, *trained])
@@ -162,6 +174,9 @@ def test_products_of_experts_equal_the_sums_of_two(names, monkeypatch):
     saving, keeps_x = outcome(through)
     x.again = x.detach
     computing, keeps_x_too = outcome(through)
+    in_room, _ = outcome(through, room=True)
+    for a, b in zip(computing, in_room, strict=True):
+        assert torch.equal(a, b)
     is_adapted = names[0] or names[1]
     assert (keeps_x, keeps_x_too) == (bool(is_adapted), False)
     for a, *others in zip(wanted, afterwards, saving, computing, strict=True):

@@ -462,8 +462,8 @@ def expert_cases(dtype):
 def mixture_cases(dtype):
     """The activation of experts, with the weights of their rows, and the sums of a token's rows."""
 
-    def kernel(both, weights):
-        return (part_triton.SwiGLU.apply(both, weights),)
+    def kernel(both, weights, room=0):
+        return (part_triton.SwiGLU.apply(both, weights, room),)
 
     def formula(both, weights):
         gate, up = both.chunk(2, -1)
@@ -476,6 +476,8 @@ def mixture_cases(dtype):
         for number in frozen:
             inputs[number].requires_grad_(False)
         yield f"weighted {f} {of_weights} {frozen=}", kernel, formula, inputs
+        in_room = functools.partial(kernel, room=8)
+        yield f"weighted {f} {of_weights} {frozen=} in room", in_room, formula, inputs
     for tokens, choices, h in ((5, 8, 2048), (7, 4, 2880), (3, 1, 24), (0, 2, 16)):
         order = torch.randperm(tokens * choices, device=device())
         places = order.view(tokens, choices)
@@ -487,7 +489,78 @@ def mixture_cases(dtype):
         def of_choices(rows, places=places):
             return [rows.detach()[places].sum(1) + 0 * rows.sum()]
 
+        for room in (0, 16):
+
+            def copies(rows, places=places, room=room):
+                found = part_triton.copies_of_rows(rows.detach(), places.flatten(), room)
+                return [found + 0 * rows.sum()]
+
+            def of_index(rows, places=places):
+                return [rows.detach()[places.flatten()] + 0 * rows.sum()]
+
+            name = f"copies {tokens} {choices} {room}"
+            yield name, copies, of_index, [drawn(len(order), h, dtype=dtype)]
         yield f"sums {tokens} {choices}", sums, of_choices, [drawn(len(order), h, dtype=dtype)]
+
+
+def router_cases(dtype):
+    """The logits of a router, from numbers that bf16 can hold; gradients are rounded to bf16."""
+    if dtype != torch.bfloat16 or device() == "cpu":  # a CPU's matmul has no other result dtype
+        return
+
+    def kernel(x, weight):
+        return (part_triton.LogitsOfRouter.apply(x, weight),)
+
+    for frozen in ((), (1,)):
+        inputs = [drawn(3, 7, 256, dtype=dtype), drawn(24, 256, dtype=dtype)]
+        for number in frozen:
+            inputs[number].requires_grad_(False)
+        yield f"router {frozen=}", kernel, lambda x, w: (x @ w.t(),), inputs
+
+
+def adapted_mixture_cases(dtype):
+    """Tokens to experts with adapters and back, whose rows have room for the adapters' numbers."""
+    if dtype != torch.bfloat16:
+        return
+    tokens, k, n, r, f, h, scale = 50, 2, 6, 4, 40, 72, 2.0
+    spec = part_lora_layers.LoraSpec(rank=r, alpha=scale * r)
+    fc1, fc2 = drawn(n, 2, f, h, dtype=dtype, grad=False), drawn(n, h, f, dtype=dtype, grad=False)
+    chosen = torch.rand(tokens, n - 1, device=device()).topk(k, -1).indices  # the last gets none
+    order, of_rows, places, _, counts = model_moe.sorted_by_expert(chosen, n)
+    ends = counts.cumsum(0).to(torch.int32)
+    sizes = dict(gate_A=(r, h), up_A=(r, h), gate_B=(f, r), up_B=(f, r), down_A=(r, f))
+    sizes["down_B"] = (h, r)
+
+    def multiply(t, w):
+        left, right = (t.t(), w) if w.dim() == 2 else (t, w.transpose(1, 2))
+        return F.grouped_mm(left, right, offs=ends)
+
+    def kernel(x, weights, *matrices):
+        names = tuple(map(str, range(n)))
+        adapter = part_lora_layers.LoraExperts(spec, (names,) * 3, h, f)
+        for name, matrix in zip(sizes, matrices, strict=True):
+            delattr(adapter, name)
+            setattr(adapter, name, matrix)
+        room = adapter.room
+        assert room == 8
+        indices = order, of_rows, places
+        rows, of_weights = model_moe.ToExperts.apply(x, weights, *indices, room)
+        both = adapter(("gate", "up"), rows, fc1, multiply)
+        hidden = kernels.weighted_swiglu(both, of_weights, room)
+        assert kernels.compiles(x) == hasattr(rows, "room") == hasattr(hidden, "room")
+        out = adapter(("down",), hidden, fc2, multiply)
+        return (model_moe.FromExperts.apply(out, of_rows, places, room),)
+
+    def formula(x, weights, a_gate, a_up, b_gate, b_up, a_down, b_down):
+        one = fc1.flatten(1, 2) + scale * torch.cat([b_gate @ a_gate, b_up @ a_up], 1)
+        two = fc2 + scale * (b_down @ a_down)
+        both = torch.einsum("th,tkoh->tko", x, one[chosen])
+        gate, up = both.chunk(2, -1)
+        hidden = F.silu(gate) * up * weights.unsqueeze(-1)
+        return (torch.einsum("tkf,tkhf->th", hidden, two[chosen]),)
+
+    inputs = [drawn(tokens, h, dtype=dtype), drawn(tokens, k, dtype=dtype)]
+    yield "mixture", kernel, formula, [*inputs, *(0.1 * drawn(n, *s) for s in sizes.values())]
 
 
 def bias_cases(dtype):
@@ -661,7 +734,8 @@ def all_cases(dtype):
     """The cases of all kernels but those of quantised weights and moments."""
     of_attention = (attention_cases, causal_cases, join_cases, packed_cases, sink_cases)
     others = (norm_cases, heads_cases, other_cases, distill_cases)
-    of_experts = (expert_cases, mixture_cases, bias_cases, adapter_cases)
+    of_experts = (expert_cases, mixture_cases, router_cases, bias_cases, adapter_cases)
+    of_experts += (adapted_mixture_cases,)
     for cases in (*others, *of_attention, linear_cases, chunk_cases, *of_experts):
         yield from cases(dtype)
 
