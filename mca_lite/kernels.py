@@ -63,9 +63,10 @@ def why_no_kernels() -> str | None:
     return _failure(lambda one: fused().SwiGLU.apply(one.repeat(2)))
 
 
-def fused() -> Any:
-    """The module part_triton with the Triton kernels; None if its file was removed."""
-    return parts.module_of("part_triton")
+def fused(of: str = "") -> Any:
+    """The module part_triton with the Triton kernels, or with "_moe" part_triton_moe with those of
+    experts; None if its file was removed."""
+    return parts.module_of(f"part_triton{of}")
 
 
 def why_no_torch_compile() -> str | None:

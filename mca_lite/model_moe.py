@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from .kernels import compiled, compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
+from .kernels import compiles, fused, swiglu, weighted_clamped_swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     MegatronModule,
@@ -39,7 +38,7 @@ from .mcore import (
     TopKRouter,
     TransformerConfig,
 )
-from .model_linears import ColumnLinear, RowLinear, beside, experts_product, gives_zeros
+from .model_linears import ColumnLinear, RowLinear, beside, experts_product
 from .parallel import device, sum_gradients, sum_over_all
 from .tables import function_of
 
@@ -222,7 +221,6 @@ def counted(
 
 
 def routed(
-    scores: torch.Tensor,
     logits: torch.Tensor,
     real: torch.Tensor | None,
     losses: BalancingLosses,
@@ -232,19 +230,18 @@ def routed(
     score_function: str,
     *rule: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Choose the experts of each token by its scores -> (weights [T, k], expert indices [T, k],
-    what counted() gives), T = s b. scores: [T, E], scores_of() the logits [s, b, E]. real: bool
-    [s, b], True for tokens; None: nothing is counted. topk and what follows: as in
-    choose_experts(). Others: see counted()."""
+    """Choose the experts of each token by its logits [s, b, E] -> (weights [T, k], expert indices
+    [T, k], what counted() gives), T = s b. real: bool [s, b], True for tokens; None: nothing is
+    counted. topk and what follows: as in choose_experts(). Others: see counted()."""
+    flat = logits.flatten(0, 1)
+    logits = flat.view(logits.shape)  # megatron's linear needs the gradient in its memory order
+    scores = scores_of(flat, score_function)
     weights, experts = choose_experts(scores, topk, score_function, *rule)
     if real is None:
         return weights, experts, None
     of_tokens = logits, real, topk, score_function, experts
     shared = scores.view(logits.shape), are_best
     return weights, experts, counted(losses, group, *of_tokens, *shared)
-
-
-_routed_at_once = compiled(routed)
 
 
 class RouterStatistics:
@@ -359,11 +356,10 @@ class Router(TopKRouter):
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
-        is_short = input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None
-        if is_short and dtype == torch.float32 and compiles(input):
-            logits = fused().LogitsOfRouter.apply(input, self.weight)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if compiles(input) and fused("_moe").suits_router(input, self.weight, bias, dtype):
+            logits = fused("_moe").LogitsOfRouter.apply(input, self.weight)
         else:
-            bias = None if self.bias is None else self.bias.to(dtype)
             logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
         adapter = beside(self)
         if adapter is not None:
@@ -392,31 +388,17 @@ class Router(TopKRouter):
             real = ~padding_mask
         losses = BalancingLosses.of(config)
         group = self.tp_cp_group if num_ranks(self.tp_cp_group) > 1 else None
-        route = routed
         replace = None
         if self.replay is not None:
             replace = functools.partial(self.replay, self, padding_mask)
-        elif group is None:
-            route = _routed_at_once
-        # not compiled: passes with and without gradients have to choose by the same bits
-        flat = logits.flatten(0, 1)
-        weights, experts, found = route(
-            scores_of(flat, self.score_function),
-            flat.view(logits.shape),  # megatron's linear needs the gradient in its memory order
-            real,
-            losses,
-            group,
-            self.takes_best_scores,
-            self.topk,
-            self.score_function,
-            config.moe_router_norm_topk_prob,
-            config.moe_router_topk_scaling_factor,
-            self.expert_bias,
-            config.moe_router_num_groups,
-            config.moe_router_group_topk,
-            config.moe_router_group_score,
-            replace,
-        )
+        by_kernel = compiles(logits)
+        route = functools.partial(fused("_moe").routed, routed) if by_kernel else routed
+        of_router = self.takes_best_scores, self.topk, self.score_function
+        scale = config.moe_router_topk_scaling_factor
+        rule = config.moe_router_norm_topk_prob, scale, self.expert_bias
+        groups = config.moe_router_num_groups, config.moe_router_group_topk
+        rule = *rule, *groups, config.moe_router_group_score, replace
+        weights, experts, found = route(logits, real, losses, group, *of_router, *rule)
         if statistics is not None:
             usual = statistics.loss_weight
             statistics.loss_weight = statistics.weights.get(address_of(padding_mask), usual)
@@ -438,14 +420,14 @@ class Router(TopKRouter):
 
 def copies_of_rows(x: torch.Tensor, tokens: torch.Tensor, room: int = 0) -> torch.Tensor:
     """x[tokens], for x [T, h]. room: see part_triton.rows_with_room(); needs its kernels."""
-    return fused().copies_of_rows(x, tokens, room) if compiles(x) else x[tokens]
+    return fused("_moe").copies_of_rows(x, tokens, room) if compiles(x) else x[tokens]
 
 
 def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Add up the k rows of each token, one from each of its experts: rows [T k, h] -> [T, h] for T
     tokens. places: [T, k], the indices of a token's rows in `rows`."""
     if compiles(rows):
-        return fused().sums_of_rows(rows, places)
+        return fused("_moe").sums_of_rows(rows, places)
     first, *others = places.unbind(1)
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
     for places_of_choice in others:
@@ -497,18 +479,17 @@ class FromExperts(torch.autograd.Function):
         return copies_of_rows(grad, tokens, ctx.room), None, None, None
 
 
-@compiled
 def sorted_by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
     """Sort the (token, choice) pairs of expert indices [T, k] by expert -> (order, tokens, places,
-    chosen, counts). chosen: bool [T, num_experts], True if the token chose the expert. counts:
-    int64 [num_experts], how many tokens did."""
-    # a GPU's sort has a kernel for each byte
-    order = experts.flatten().to(torch.int16).argsort(stable=True)
+    counts). counts: int64 [num_experts], how many tokens chose each expert."""
+    if compiles(experts):
+        return fused("_moe").sorted_by_expert(experts, num_experts)
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
     rows = torch.arange(len(order), device=experts.device)
     places = torch.empty_like(rows).scatter_(0, order, rows).view(experts.shape)
-    chosen = experts.new_zeros(len(experts), num_experts, dtype=torch.bool)
-    chosen = chosen.scatter_(1, experts, True)
-    return order, order // experts.shape[1], places, chosen, chosen.sum(0)
+    counts = flat.new_zeros(num_experts).index_add_(0, flat, torch.ones_like(flat))
+    return order, order // experts.shape[1], places, counts
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
@@ -528,15 +509,17 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         count(), and is collective if that is."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
-        order, self.tokens, self.places, *chosen = sorted_by_expert(experts, self.num_experts)
-        self.tokens_per_expert = self.count(*chosen)
+        order, self.tokens, self.places, counts = sorted_by_expert(experts, self.num_experts)
+        self.tokens_per_expert = self.count(experts, counts)
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
         return ToExperts.apply(flat, weights, order, self.tokens, self.places, self.room)
 
-    def count(self, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def count(self, experts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The number of tokens that each of this rank's experts gets, from all ranks that share the
-        experts. chosen, counts: from sorted_by_expert(), of this rank's tokens and all experts.
+        experts. experts: indices [T, k] of this rank's tokens. counts: how many chose each expert.
         Collective over those ranks."""
+        chosen = experts.new_zeros(len(experts), self.num_experts, dtype=torch.bool)
+        chosen.scatter_(1, experts, True)
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
@@ -550,7 +533,7 @@ class LocalDispatcher(Dispatcher):
     """Dispatcher for a rank that has all experts, each with its whole matrices. It exchanges
     nothing with other ranks, and never waits for the device."""
 
-    def count(self, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def count(self, experts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return counts
 
     def dispatch_preprocess(
@@ -592,54 +575,6 @@ def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     filled with ones, which weights from files or a seed replace later."""
     on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
     return torch.nn.Parameter(torch.ones(shape, **on_device))
-
-
-def _add_gradient(
-    x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
-) -> None:
-    """Add the weight gradients of n experts to main_grad [n, out, in], in place: for each expert
-    grad^T x over its rows. x: inputs [T, in], and grad: gradients of the outputs [T, out], both
-    with rows sorted by expert. ends: int32 [n], the index after each expert's last row. If
-    part_triton's kernel computes this, sums are float32 throughout."""
-    if compiles(x) and x.itemsize == 2 and main_grad.dtype == torch.float32:
-        fused().add_gradient_of_experts(x, grad, ends, main_grad)
-    else:
-        main_grad += F.grouped_mm(grad.mT, x, offs=ends)
-
-
-class ExpertsProduct(torch.autograd.Function):
-    """Autograd function that multiplies the rows of each expert by its transposed matrix: x
-    [T, in], sorted by expert -> [T, out]. weight: [n, ..., in], read as [n, out, in] for n experts.
-    ends: int32 [n], the index after each expert's last row.
-
-    Backward adds a trained weight's gradient to the weight's main_grad, megatron's gradient buffer.
-    As the gradient it returns an uninitialised tensor, for megatron's DDP hook. For a weight inside
-    model_linears.zeros_from(), which marks products that nobody reads, forward gives zeros."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, ends)
-        ctx.weight = weight
-        if gives_zeros(weight):
-            return x.new_zeros(len(x), weight.shape[1])
-        return F.grouped_mm(x, weight.flatten(1, -2).mT, offs=ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, ends = ctx.saved_tensors
-        weight = ctx.weight
-        grad = grad.contiguous()
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = F.grouped_mm(grad, weight.flatten(1, -2), offs=ends)
-        if x is not None:
-            _add_gradient(x.contiguous(), grad, ends, weight.main_grad.flatten(1, -2))
-            weight.grad_added_to_main_grad = True
-            of_weight = torch.empty_like(weight)
-        return of_x, of_weight, None
 
 
 class ExpertsBias(torch.autograd.Function):
@@ -777,8 +712,8 @@ class Experts(MegatronModule):
             multiply = grouped if is_grouped else one_by_one
             if adapter is not None:
                 return adapter(projections, t, w, multiply)
-            if self.accumulates and hasattr(w, "main_grad") and is_grouped:
-                return ExpertsProduct.apply(t, w, ends)
+            if self.accumulates and hasattr(w, "main_grad") and is_grouped and fused("_moe"):
+                return fused("_moe").ExpertsProduct.apply(t, w, ends)
             return experts_product(t, w, multiply)
 
         def down(activation: Callable[..., torch.Tensor], *more: Any) -> torch.Tensor:

@@ -1,12 +1,11 @@
 """Triton kernels for operations that run in plain torch without them: norms, heads, SwiGLU, AdamW,
-token losses, joining two partial attentions, routers, rows of experts, weight gradients of experts.
+token losses, joining two partial attentions. Those of experts: part_triton_moe.py.
 
 Letters: s positions, b rows, n query heads, g groups (key heads), d channels per head, f columns of
 a gate, V / tp logits per token on a rank, T tokens or their rows, k experts per token.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,16 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from .kernels import jit, launch, tl, triton
 from .loss_tokens import Head
+from .part_triton_moe import rows_with_room
 
 _SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
-_ROWS_BLOCK = 1024  # columns of a program of sums_of_rows
-_COPY_BLOCK = 2048  # columns of a program of copies_of_rows, at most
 _ADAM_BLOCK = 1024  # elements of a program of AdamW
 _JOIN_BLOCK = 2048  # elements of a program of join
 _HEADS = 16  # heads of a program of rotated_heads
-# a program that sums a weight gradient of experts: with less than 128 registers per thread, two run
-# on a multiprocessor, so that one multiplies while the other adds to memory
-EXPERTS_TILE = dict(ROWS=64, M=128, N=128, GROUP=8, STAGES=3, num_warps=8)
 # programs per multiprocessor in kernels whose programs sum over tokens; kernels over heads have
 # twice as many
 _PROGRAMS = 2
@@ -533,19 +528,6 @@ class SwiGLU(torch.autograd.Function):
         return of_both, of_weights, None
 
 
-def rows_with_room(like: torch.Tensor, shape: Sequence[int], room: int) -> torch.Tensor:
-    """Uninitialised rows of the given shape [..., width], with the dtype and device of `like`, for
-    a caller that then puts `room` more columns beside them. With room, they are the first columns
-    of a larger tensor [..., width + room], which is their attribute `room`; as tensors the two have
-    separate version counters."""
-    wide = like.new_empty(*shape[:-1], shape[-1] + room)
-    if not room:
-        return wide
-    rows = wide[..., :-room].data
-    rows.room = wide
-    return rows
-
-
 # ---- AdamW
 
 
@@ -736,137 +718,3 @@ def join_by_kernel(
     tensors = first.contiguous(), lse1, second.contiguous(), lse2, out, lse
     launch(_join_kernel, (triton.cdiv(q * b * n, rows),), *tensors, q, b * n, d, rows, block)
     return lse
-
-
-# ---- experts
-
-
-class LogitsOfRouter(torch.autograd.Function):
-    """x weight^T in float32 for x [..., h] and weight [E, h], both bf16, on a GPU: the logits of a
-    router, as float32 copies of both would give them, but multiplied by bf16 matmuls with float32
-    sums. Backward splits the float32 gradient into two bf16 numbers, which keep 16 of its bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        flat = x.reshape(-1, x.shape[-1])
-        logits = torch.mm(flat, weight.t(), out_dtype=torch.float32)
-        return logits.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        of_x = of_weight = None
-        flat = grad.reshape(-1, len(weight))
-        halves = flat.new_empty(len(flat), 2, len(weight), dtype=weight.dtype)
-        high, low = halves.unbind(1)
-        high.copy_(flat)
-        torch.sub(flat, high, out=low)
-        halves = halves.flatten(1)
-        if ctx.needs_input_grad[0]:
-            of_x = (halves @ weight.repeat(2, 1)).view(*grad.shape[:-1], -1)
-        if x is not None:
-            twice = torch.mm(halves.t(), x.reshape(len(flat), -1), out_dtype=torch.float32)
-            of_weight = (twice[: len(weight)] + twice[len(weight) :]).to(weight.dtype)
-        return of_x, of_weight
-
-
-@jit
-def _copies_kernel(x, tokens, out, width: tl.constexpr, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + row)
-    value = tl.load(x + token * width + column, column < width)
-    tl.store(out + row * stride + column, value, column < width)
-
-
-def copies_of_rows(x: torch.Tensor, tokens: torch.Tensor, room: int) -> torch.Tensor:
-    """x[tokens] with one Triton kernel. x: [T, h]. tokens: int64 [rows]. room: see
-    rows_with_room()."""
-    out = rows_with_room(x, (len(tokens), x.shape[1]), room)
-    width = x.shape[1]
-    block = min(triton.next_power_of_2(width), _COPY_BLOCK)
-    grid = len(tokens), triton.cdiv(width, block)
-    tensors = x.contiguous(), tokens.contiguous(), out
-    sizes = width, width + room, block
-    launch(_copies_kernel, grid, *tensors, *sizes, num_warps=max(block // 256, 1))
-    return out
-
-
-@jit
-def _rows_kernel(
-    rows, places, out, width: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(CHOICES):
-        row = tl.load(places + token * CHOICES + choice).to(tl.int64)
-        total += tl.load(rows + row * width + column, inside)
-    tl.store(out + token * width + column, total, inside)
-
-
-def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Compute model_moe.sums_of_rows with one Triton kernel: rows [T k, h] and their places [T, k]
-    -> [T, h], each a sum of k rows in float32, in the order of k, rounded once."""
-    width = rows.shape[1]
-    tokens, choices = places.shape
-    out = rows.new_empty(tokens, width)
-    grid = tokens, triton.cdiv(width, _ROWS_BLOCK)
-    tensors = rows.contiguous(), places.contiguous(), out
-    launch(_rows_kernel, grid, *tensors, width, choices, _ROWS_BLOCK)
-    return out
-
-
-@jit
-def _experts_kernel(
-    x, grad, main_grad, ends, n_out, n_in, ROWS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    tiles_m = tl.cdiv(n_out, M)
-    tiles_n = tl.cdiv(n_in, N)
-    expert = tl.program_id(0) // (tiles_m * tiles_n)
-    tile = tl.program_id(0) % (tiles_m * tiles_n)
-    # programs that run at the same time share rows and columns, so that these are in the L2 cache
-    first_m = tile // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first_m, GROUP)
-    tile = tile % (GROUP * tiles_n)
-    m = (first_m + tile % height) * M
-    n = tile // height * N
-    start = tl.load(ends + expert - 1, expert > 0, 0)
-    end = tl.load(ends + expert)
-    whole = start + (end - start) // ROWS * ROWS
-    total = tl.zeros((M, N), tl.float32)
-    for first in tl.range(start, whole, ROWS, num_stages=STAGES):
-        total = tl.dot(grad.load([first, m]).T, x.load([first, n]), total)
-    if whole < end:  # the rows after `end` are another expert's
-        is_own = (whole + tl.arange(0, ROWS) < end)[:, None]
-        left = tl.where(is_own, grad.load([whole, m]), 0.0)
-        right = tl.where(is_own, x.load([whole, n]), 0.0)
-        total = tl.dot(left.T, right, total)
-    if start < end:
-        place = [expert, m, n]
-        main_grad.store(place, main_grad.load(place) + tl.reshape(total, (1, M, N)))
-
-
-def add_gradient_of_experts(
-    x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
-) -> None:
-    """Add the weight gradients of n experts to main_grad, float32 [n, out, in], in place: for each
-    expert grad^T x over its rows. x: inputs [T, in], and grad: gradients of the outputs [T, out],
-    with rows sorted by expert; both are contiguous, in bf16 or fp16, with rows in multiples of 16
-    bytes. ends: int32 [n], the index after each expert's last row. Equal inputs give equal bits: no
-    two programs add to the same element."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    if not len(x):
-        return
-    n, n_out, n_in = main_grad.shape
-    rows, m, n_columns = (EXPERTS_TILE[name] for name in ("ROWS", "M", "N"))
-    of_x = TensorDescriptor.from_tensor(x, [rows, n_columns])
-    of_grad = TensorDescriptor.from_tensor(grad, [rows, m])
-    into = TensorDescriptor.from_tensor(main_grad, [1, m, n_columns])
-    grid = (n * triton.cdiv(n_out, m) * triton.cdiv(n_in, n_columns),)
-    launch(_experts_kernel, grid, of_x, of_grad, into, ends, n_out, n_in, **EXPERTS_TILE)

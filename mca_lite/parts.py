@@ -145,7 +145,7 @@ PARTS = {
         needs="scores session",
     ),
     "sleep": Part("part_sleep"),
-    "triton": Part("part_triton"),
+    "triton": Part("part_triton part_triton_moe"),
     "routes": Part("part_routes"),
     "recorder": Part("part_recorder"),
     "cudnn": Part("part_cudnn"),

@@ -4,7 +4,8 @@ which operations.
 
 import torch
 
-from mca_lite.model_moe import Experts, ExpertsProduct, FromExperts, ToExperts, sums_of_rows
+from mca_lite.model_moe import Experts, FromExperts, ToExperts, sums_of_rows
+from mca_lite.part_triton_moe import ExpertsProduct
 from tests.shared import tiny_moe, world
 
 WAITS = ("item", "_local_scalar_dense", "nonzero", "masked_select", "unique")
