@@ -45,11 +45,9 @@ class Factors(NamedTuple):
             stack = stack.view(self.groups, -1, stack.shape[-1])
         return [stack[place] for place in self.places]
 
-    def cleared_blocks(self, stack: torch.Tensor) -> list[torch.Tensor]:
-        """blocks() of `stack`, whose other elements are set to zero."""
-        if sum(matrix.numel() for matrix in self.matrices) < stack.numel():
-            stack.zero_()
-        return self.blocks(stack)
+    def leaves_gaps(self, stack: torch.Tensor) -> bool:
+        """True if the matrices' blocks do not cover the whole stack."""
+        return sum(matrix.numel() for matrix in self.matrices) < stack.numel()
 
     def gradients(self, of_stack: torch.Tensor) -> list[torch.Tensor]:
         """The gradients of the matrices, float32, from the gradient of the stack.
@@ -72,9 +70,10 @@ class Factors(NamedTuple):
 
 class Room:
     """A weight W, of a linear [n * out, in] or of experts [n, .., in], in one buffer with the
-    stacks of its LoRA matrices, so that one matmul can use them. W's data moves to the buffer; a
-    quantised weight is decoded into it. A linear has no stack of A, and joins the axes n and out of
-    its tensors.
+    stacks of its LoRA matrices, so that one matmul can use them. W's data moves to the buffer. A
+    quantised weight is decoded into it for each use, and the buffer has memory only from
+    filled_room() to release(). A linear has no stack of A, and joins the axes n and out of its
+    tensors.
 
     a, b: the stacks, [n, c, in] and [n, out, c]; A is multiplied by its scale. both: W with B
     beside it, [n, out, in + c]. across: W with A below it, [n, out + c, in]. of_a, of_b: views of
@@ -86,19 +85,48 @@ class Room:
         if a is not None:
             rows = [rows[0], math.prod(rows[1:]) + c]
         self.both = torch.empty(*rows, inputs + c, dtype=weight.dtype, device=weight.device)
+        self.storage = self.both.untyped_storage()
+        self.size = self.storage.nbytes()
         self.across, self.b = self.both.split_with_sizes([inputs, c], -1)
-        own = self.across
+        self.own = self.across
+        self.with_gaps = []  # stacks that are not only blocks, and zero elsewhere
         if a is not None:
             self.both = self.both[:, :-c]
             self.b = self.b[:, :-c]
-            own, self.a = self.across.split_with_sizes([rows[1] - c, c], 1)
-            self.of_a = a.cleared_blocks(self.a)
-        self.of_b = b.cleared_blocks(self.b)
-        self.filling = object()
-        if hasattr(weight, "whole"):
-            weight.whole(own)
-        else:
-            weight.data = own.view(weight.shape).copy_(weight)
+            self.own, self.a = self.across.split_with_sizes([rows[1] - c, c], 1)
+            self.of_a = a.blocks(self.a)
+            self.with_gaps += [self.a] if a.leaves_gaps(self.a) else []
+        self.of_b = b.blocks(self.b)
+        self.with_gaps += [self.b] if b.leaves_gaps(self.b) else []
+        self.filling: object = object()
+        self.is_quantised = hasattr(weight, "whole")
+        if not self.is_quantised:
+            self._clear()
+            weight.data = self.own.view(weight.shape).copy_(weight)
+
+    def is_of(self, weight: Any) -> bool:
+        """True if this is still the room of `weight`, which may have been moved or cast."""
+        if self.is_quantised or hasattr(weight, "whole"):
+            mine = self.is_quantised, self.b.dtype, self.b.device
+            return mine == (hasattr(weight, "whole"), weight.dtype, weight.device)
+        return (self.b.dtype, self.both.data_ptr()) == (weight.dtype, weight.data_ptr())
+
+    def _clear(self) -> None:
+        for stack in self.with_gaps:
+            stack.zero_()
+
+    def decode(self, weight: Any) -> None:
+        """Get memory, and decode the quantised weight into it."""
+        self.storage.resize_(self.size)
+        self._clear()
+        weight.whole(self.own)
+
+    def release(self) -> None:
+        """Give up the memory of a quantised weight's room. Operations that were started before may
+        still run on the device."""
+        if self.is_quantised:
+            self.filling = None
+            self.storage.resize_(0)
 
 
 def filled_room(
@@ -110,18 +138,18 @@ def filled_room(
     filling: Any,
 ) -> Room:
     """The Room of a weight and its LoRA matrices: the one of the last call, or a new one if the
-    weight is quantised, or was moved or cast since.
+    weight was moved or cast since.
 
     rooms: by weight shape, changed in place. a: None for a linear. filling: the attribute of this
     name of an earlier result, if A and B have not changed since; a room that still has it is
     returned as it is. None, or another room: A and B are written."""
     room = rooms.get(weight.shape)
-    if hasattr(weight, "whole"):
-        room = Room(weight, c, a, b)
-    elif room is None or (room.b.dtype, room.both.data_ptr()) != (weight.dtype, weight.data_ptr()):
+    if room is None or not room.is_of(weight):
         room = rooms[weight.shape] = Room(weight, c, a, b)
-    elif room.filling is filling:
+    elif filling is not None and room.filling is filling:
         return room
+    if room.is_quantised:
+        room.decode(weight)
     room.filling = object()
     if a is not None:
         for matrix, block in zip(a.matrices, room.of_a, strict=True):
@@ -191,6 +219,7 @@ class AdaptedProduct(torch.autograd.Function):
         if padding := filled.b.shape[1] - len(a):
             parts.append(flat.new_zeros(len(flat), padding))
         out = F.linear(torch.cat(parts, 1), filled.both, bias)
+        filled.release()
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -207,6 +236,7 @@ class AdaptedProduct(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = _to_part((d_low @ a).addmm_(grad, filled.across), group).view(x.shape)
+        filled.release()
         d_a = _float_product(_to_part(d_low, group), flat)
         d_bs = b.gradients(_float_product(grad, low))
         d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[7] else None
@@ -270,6 +300,7 @@ class AdaptedExperts(torch.autograd.Function):
             ctx.filling = filled.filling
             low = multiply(x, filled.a)
             out = multiply(_with_columns(x, low), filled.both)
+            filled.release()
         ctx.save_for_backward(x if again is None else None, low)
         return out
 
@@ -291,4 +322,5 @@ class AdaptedExperts(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = multiply(_with_columns(grad, d_low), filled.across.mT)
+        filled.release()
         return d_x, None, None, None, None, None, None, *d_as, *d_bs

@@ -15,7 +15,8 @@ from .kernels import compiles, jit, launch, tl, triton
 from .model_linears import gives_zeros
 
 _ROWS_BLOCK = 1024  # columns of a program of sums_of_rows
-_COPY_BLOCK = 2048  # columns of a program of copies_of_rows, at most
+_COPY_ROWS = 8  # rows of a program of copies_of_rows
+_COPY_BLOCK = 512  # columns of it
 _SCORES = 4096  # scores of a program of a router
 _ORDER_BLOCK = 1024  # rows of a program of sorted_by_expert
 # a program that sums a weight gradient of experts: with less than 128 registers per thread, two run
@@ -415,24 +416,25 @@ def rows_with_room(like: torch.Tensor, shape: Sequence[int], room: int) -> torch
 
 
 @jit
-def _copies_kernel(x, tokens, out, width: tl.constexpr, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _copies_kernel(
+    x, tokens, out, rows, width: tl.constexpr, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + row)
-    value = tl.load(x + token * width + column, column < width)
-    tl.store(out + row * stride + column, value, column < width)
+    token = tl.load(tokens + row, row < rows, 0)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = tl.load(x + token[:, None] * width + column[None, :], inside)
+    tl.store(out + row[:, None] * stride + column[None, :], value, inside)
 
 
 def copies_of_rows(x: torch.Tensor, tokens: torch.Tensor, room: int) -> torch.Tensor:
     """x[tokens] with one Triton kernel. x: [T, h]. tokens: int64 [rows]. room: see
     rows_with_room()."""
     out = rows_with_room(x, (len(tokens), x.shape[1]), room)
-    width = x.shape[1]
-    block = min(triton.next_power_of_2(width), _COPY_BLOCK)
-    grid = len(tokens), triton.cdiv(width, block)
+    rows, width = out.shape
+    grid = triton.cdiv(rows, _COPY_ROWS), triton.cdiv(width, _COPY_BLOCK)
     tensors = x.contiguous(), tokens.contiguous(), out
-    sizes = width, width + room, block
-    launch(_copies_kernel, grid, *tensors, *sizes, num_warps=max(block // 256, 1))
+    launch(_copies_kernel, grid, *tensors, rows, width, width + room, _COPY_ROWS, _COPY_BLOCK)
     return out
 
 
