@@ -145,7 +145,8 @@ def filled_room(
     returned as it is. None, or another room: A and B are written."""
     room = rooms.get(weight.shape)
     if room is None or not room.is_of(weight):
-        room = rooms[weight.shape] = Room(weight, c, a, b)
+        with torch.inference_mode(False):  # it may be for training that the room is used next
+            room = rooms[weight.shape] = Room(weight, c, a, b)
     elif filling is not None and room.filling is filling:
         return room
     if room.is_quantised:
@@ -218,8 +219,10 @@ class AdaptedProduct(torch.autograd.Function):
         parts = [flat, low]
         if padding := filled.b.shape[1] - len(a):
             parts.append(flat.new_zeros(len(flat), padding))
-        out = F.linear(torch.cat(parts, 1), filled.both, bias)
-        filled.release()
+        try:
+            out = F.linear(torch.cat(parts, 1), filled.both, bias)
+        finally:
+            filled.release()
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -232,11 +235,15 @@ class AdaptedProduct(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1])
         filled = room(ctx.filling)
-        d_low = (grad @ filled.b[:, : len(a)]).mul_(scale)
         d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = _to_part((d_low @ a).addmm_(grad, filled.across), group).view(x.shape)
-        filled.release()
+        try:
+            d_low = (grad @ filled.b[:, : len(a)]).mul_(scale)
+            if ctx.needs_input_grad[0]:
+                d_x = (d_low @ a).addmm_(grad, filled.across)
+        finally:
+            filled.release()
+        if d_x is not None:
+            d_x = _to_part(d_x, group).view(x.shape)
         d_a = _float_product(_to_part(d_low, group), flat)
         d_bs = b.gradients(_float_product(grad, low))
         d_bias = grad.float().sum(0).to(grad.dtype) if ctx.needs_input_grad[7] else None
@@ -298,9 +305,11 @@ class AdaptedExperts(torch.autograd.Function):
         else:
             filled = room(None)
             ctx.filling = filled.filling
-            low = multiply(x, filled.a)
-            out = multiply(_with_columns(x, low), filled.both)
-            filled.release()
+            try:
+                low = multiply(x, filled.a)
+                out = multiply(_with_columns(x, low), filled.both)
+            finally:
+                filled.release()
         ctx.save_for_backward(x if again is None else None, low)
         return out
 
@@ -314,13 +323,15 @@ class AdaptedExperts(torch.autograd.Function):
         if not hasattr(grad, "room"):
             grad = grad.contiguous()
         filled = room(ctx.filling)
-        if low is None:
-            low = multiply(x, filled.a)
-        d_low = multiply(grad, filled.b.mT)
+        d_x = None
+        try:
+            if low is None:
+                low = multiply(x, filled.a)
+            d_low = multiply(grad, filled.b.mT)
+            if ctx.needs_input_grad[0]:
+                d_x = multiply(_with_columns(grad, d_low), filled.across.mT)
+        finally:
+            filled.release()
         d_as = a.gradients(multiply(d_low, x))
         d_bs = b.gradients(multiply(grad, low))
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = multiply(_with_columns(grad, d_low), filled.across.mT)
-        filled.release()
         return d_x, None, None, None, None, None, None, *d_as, *d_bs

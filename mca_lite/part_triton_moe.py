@@ -44,25 +44,24 @@ class LogitsOfRouter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        flat = x.reshape(-1, x.shape[-1])
-        logits = torch.mm(flat, weight.t(), out_dtype=torch.float32)
-        return logits.view(*x.shape[:-1], -1)
+        logits = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+        return logits.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         of_x = of_weight = None
-        flat = grad.reshape(-1, len(weight))
+        flat = grad.flatten(0, -2)
         halves = flat.new_empty(len(flat), 2, len(weight), dtype=weight.dtype)
         high, low = halves.unbind(1)
         high.copy_(flat)
         torch.sub(flat, high, out=low)
         halves = halves.flatten(1)
         if ctx.needs_input_grad[0]:
-            of_x = (halves @ weight.repeat(2, 1)).view(*grad.shape[:-1], -1)
+            of_x = (halves @ weight.repeat(2, 1)).view(*grad.shape[:-1], weight.shape[1])
         if x is not None:
-            twice = torch.mm(halves.t(), x.reshape(len(flat), -1), out_dtype=torch.float32)
+            twice = torch.mm(halves.t(), x.flatten(0, -2), out_dtype=torch.float32)
             of_weight = (twice[: len(weight)] + twice[len(weight) :]).to(weight.dtype)
         return of_x, of_weight
 
@@ -101,8 +100,8 @@ def _route_kernel(
     left = scores
     if bias is not None:
         left += tl.load(bias + column, exists, 0.0).to(tl.float32)
-    # numbers that are NaN come last, and no expert comes twice
-    left = tl.where(left == left, left, -3e38)
+    # NaN comes first, as in torch, and no expert comes twice
+    left = tl.where(left == left, left, 3e38)
     left = tl.where(exists, left, -float("inf"))
     number = tl.arange(0, WIDTH)[None, :]
     found = tl.zeros((TOKENS, WIDTH), tl.float32)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from mca_lite import part_lora_product
 from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from mca_lite.part_lora_layers import LoraAdapter, LoraExperts, LoraSpec
@@ -328,6 +329,8 @@ def test_gradients_beside_a_quantised_weight_are_those_of_float64(made, repeats,
             tensor.copy_(torch.randn(tensor.shape) / 8)
     if repeats:
         x.again = lambda: x.detach()
+    with torch.inference_mode():
+        product()  # what it makes is used by the passes below
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t.shape) or t, lambda t: t
@@ -343,6 +346,27 @@ def test_gradients_beside_a_quantised_weight_are_those_of_float64(made, repeats,
     theirs = torch.autograd.grad(wanted, doubles, grad.double())
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
+
+
+def test_a_decoded_weight_takes_memory_in_use_alone(monkeypatch):
+    made = []
+
+    class Recorded(part_lora_product.Room):
+        def decode(self, weight):
+            super().decode(weight)
+            made.append(self)
+            assert self.storage.nbytes() > 0
+
+    monkeypatch.setattr(part_lora_product, "Room", Recorded)
+    x = torch.randn(5, 128, requires_grad=True)
+    _, _, product = linear_of("nf4", x)
+    product().sum().backward()
+    product()
+    monkeypatch.setattr(torch, "cat", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        product()
+    assert len(made) == 4 and len(set(map(id, made))) == 1
+    assert made[0].storage.nbytes() == 0
 
 
 # -- runs by keys

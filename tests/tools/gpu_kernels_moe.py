@@ -133,6 +133,32 @@ def route_cases(dtype):
         yield name, by_kernel, functools.partial(run, model_moe.routed), [logits]
 
 
+def pass_cases(dtype):
+    """A router's choice without gradients, as of a recomputed layer's first pass, to the bit."""
+    if dtype != torch.float32:
+        return
+    real = torch.ones(300, 2, dtype=torch.bool, device=device())
+    for function, num, k in (("softmax", 128, 8), ("sigmoid", 60, 4)):
+        rule = k, function, True, None, None, None, None, "top2", None
+        route = functools.partial(part_triton_moe.routed, None)
+        losses = BalancingLosses("seq_aux_loss", 0.01, 0.001)
+
+        def both(logits, rule=rule, route=route, losses=losses):
+            first = route(logits.detach(), None, losses, None, True, *rule)[:2]
+            second = route(logits, real, losses, None, True, *rule)[:2]
+            pairs = zip(first, second, strict=True)
+            return [(one != two).float() + 0 * logits.sum() for one, two in pairs]
+
+        logits = drawn(300, 2, num).detach().bfloat16().float().requires_grad_()
+        shape = 600, k
+        yield (
+            f"pass {function}",
+            both,
+            lambda logits, shape=shape: [logits.new_zeros(shape) + 0 * logits.sum()] * 2,
+            [logits],
+        )
+
+
 def order_cases(dtype):
     """Tokens in the order of their experts."""
     if dtype != torch.float32:
@@ -269,6 +295,7 @@ def adapter_cases(dtype):
 CASES = (
     expert_cases,
     route_cases,
+    pass_cases,
     order_cases,
     mixture_cases,
     router_cases,
