@@ -64,8 +64,8 @@ def why_no_kernels() -> str | None:
 
 
 def fused(of: str = "") -> Any:
-    """The module part_triton with the Triton kernels, or with "_moe" part_triton_moe with those of
-    experts; None if its file was removed."""
+    """The module with the Triton kernels; None if its file was removed. of: "" for part_triton,
+    "_moe" for part_triton_moe, the kernels of experts."""
     return parts.module_of(f"part_triton{of}")
 
 
@@ -283,7 +283,7 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
 
 def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor, room: int = 0) -> torch.Tensor:
     """silu(gate) * up * weights -> [T, f], an expert's activation, in the dtype of `both`. both:
-    [T, 2 f], gate before up. weights: [T]. room: see part_triton.rows_with_room()."""
+    [T, 2 f], gate before up. weights: [T]. room: see part_triton_moe.rows_with_room()."""
     if compiles(both):
         return fused().SwiGLU.apply(both, weights, room)
     return (swiglu(both) * weights.unsqueeze(-1)).to(both.dtype)

@@ -419,7 +419,8 @@ class Router(TopKRouter):
 
 
 def copies_of_rows(x: torch.Tensor, tokens: torch.Tensor, room: int = 0) -> torch.Tensor:
-    """x[tokens], for x [T, h]. room: see part_triton.rows_with_room(); needs its kernels."""
+    """x[tokens], for x [T, h]. room: see part_triton_moe.rows_with_room(); it has no effect where
+    plain torch copies."""
     return fused("_moe").copies_of_rows(x, tokens, room) if compiles(x) else x[tokens]
 
 
@@ -621,7 +622,7 @@ class Experts(MegatronModule):
     matrices is no multiple of 16 bytes, a loop over experts."""
 
     accumulates = False  # backward adds the gradients of weights to their main_grad
-    room = 0  # columns that an adapter puts beside inputs and gradients (part_triton.py)
+    room = 0  # columns that an adapter puts beside inputs and gradients (part_triton_moe.py)
 
     def __init__(
         self,

@@ -491,8 +491,8 @@ class LoraExperts(Adapter):
 
     @property
     def room(self) -> int:
-        """Number of columns to leave free beside the rows of the experts' inputs and gradients, for
-        the products with A and B: enough for each weight."""
+        """Number of free columns that the experts' inputs and gradients should have beside their
+        rows in memory. The adapter writes its low-rank products there."""
         return max(-(-len(of_a) * rank // 8) * 8 for of_a, _, rank, _ in self.plans.values())
 
     def _name_of_a(self, projection: str) -> str:

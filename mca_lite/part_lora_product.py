@@ -46,7 +46,7 @@ class Factors(NamedTuple):
         return [stack[place] for place in self.places]
 
     def leaves_gaps(self, stack: torch.Tensor) -> bool:
-        """True if the matrices' blocks do not cover the whole stack."""
+        """True if `stack` has elements outside the matrices' blocks, which must be zero."""
         return sum(matrix.numel() for matrix in self.matrices) < stack.numel()
 
     def gradients(self, of_stack: torch.Tensor) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ class Room:
             weight.data = self.own.view(weight.shape).copy_(weight)
 
     def is_of(self, weight: Any) -> bool:
-        """True if this is still the room of `weight`, which may have been moved or cast."""
+        """True if this room still belongs to `weight`; False if the weight was moved or cast."""
         if self.is_quantised or hasattr(weight, "whole"):
             mine = self.is_quantised, self.b.dtype, self.b.device
             return mine == (hasattr(weight, "whole"), weight.dtype, weight.device)
@@ -116,7 +116,7 @@ class Room:
             stack.zero_()
 
     def decode(self, weight: Any) -> None:
-        """Get memory, and decode the quantised weight into it."""
+        """Allocate the buffer's memory, and decode the quantised weight into it."""
         self.storage.resize_(self.size)
         self._clear()
         weight.whole(self.own)
@@ -259,8 +259,9 @@ def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None
 
 
 def _with_columns(x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """[x, more] along the second axis. If x has room beside it (part_triton.rows_with_room), `more`
-    is written there; otherwise both are copied."""
+    """Join two matrices with equally many rows: [x, more]. If x was made by
+    part_triton_moe.rows_with_room, `more` is written into the free columns beside x, and x is not
+    copied."""
     wide = getattr(x, "room", None)
     if wide is None:
         return torch.cat([x, more], 1)

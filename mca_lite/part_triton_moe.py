@@ -37,9 +37,10 @@ def suits_router(
 
 
 class LogitsOfRouter(torch.autograd.Function):
-    """x weight^T in float32 for x [..., h] and weight [E, h], both bf16, on a GPU: the logits of a
-    router, as float32 copies of both would give them, but multiplied by bf16 matmuls with float32
-    sums. Backward splits the float32 gradient into two bf16 numbers, which keep 16 of its bits."""
+    """Autograd function of a router's matmul on a GPU: x weight^T for x [..., h] and weight [E, h],
+    both bf16 -> float32 logits [..., E]. Sums are float32 and products of bf16 numbers exact, so
+    the logits are those of float32 copies but for the order of the sums. Backward splits the
+    float32 gradient into two bf16 numbers, which together keep 16 of its bits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -264,9 +265,12 @@ class Routed(torch.autograd.Function):
         normalise: bool,
         scaling: float,
     ) -> tuple[torch.Tensor, ...]:
-        """-> (weights, experts) or, if `real` is given, (weights, experts, counts and losses
-        [E + 4], balancing loss, z loss). kind: of the balancing loss; 0 none, 1 for each row, 2 for
-        all rows together. z: compute the z loss. Others: as of routed()."""
+        """Choose experts -> (weights, experts), both [T, k]. If `real` is given, three more results
+        follow: float32 [E + 4] (choices of each expert, balancing loss, z loss, share of the
+        micro-batch, number of tokens), the balancing loss, and the z loss.
+
+        kind: of the balancing loss; 0 none, 1 for each row, 2 for all rows together. z: True
+        computes the z loss. Other arguments: as in routed()."""
         logits = logits.contiguous()
         positions, rows, num = logits.shape
         ctx.set_materialize_grads(False)
