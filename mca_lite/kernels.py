@@ -2,8 +2,8 @@
 activations, AdamW.
 
 Operations of most models have Triton kernels in part_triton.py; others, which only some models
-need (experts with biases, caps), are compiled by torch.compile. `switch(False)` turns both off; a
-machine with a GPU and without a compiler runs plain torch, with a warning.
+need (caps, some rotary embeddings), are compiled by torch.compile. `switch(False)` turns both off;
+a machine with a GPU and without a compiler runs plain torch, with a warning.
 Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels per
 head.
 """
@@ -34,8 +34,8 @@ _NO_KERNELS = (
     "single operations, and training is slower; torch_compile: false says so without a try"
 )
 _NO_TORCH_COMPILE = (
-    "torch.compile does not work here ({}): experts with biases, caps and some rotary embeddings "
-    "run as single operations, and training is slower"
+    "torch.compile does not work here ({}): caps and some rotary embeddings run as single "
+    "operations, and training is slower"
 )
 _NOT_COMPILED = (
     "torch.compile fails for {} ({}): it runs as single operations, and training is slower"
@@ -292,20 +292,22 @@ def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor, room: int = 0) ->
 QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to gelu
 
 
-@compiled
 def weighted_clamped_swiglu(
     both: torch.Tensor,
     weights: torch.Tensor,
     limit: float,
     biases: torch.Tensor,
     experts: torch.Tensor,
+    room: int = 0,
 ) -> torch.Tensor:
     """The activation of gpt_oss's experts: (up + 1) * gate * sigmoid(1.702 gate) * weights -> [T,
     f], in the dtype of `both`. Before, each row gets its expert's bias; then gate is clamped to at
     most limit, and up to [-limit, limit].
 
     both: [T, 2 f], gate before up. weights: [T]. biases: [n, 2 f] for n experts. experts: int64
-    [T], the expert of each row."""
+    [T], the expert of each row. room: see weighted_swiglu()."""
+    if compiles(both):
+        return fused().SwiGLU.apply(both, weights, room, biases, experts, limit)
     # in bf16 each of these sums and products would be rounded
     gate, up = (both.float() + biases[experts]).chunk(2, -1)
     gate = gate.clamp(max=limit)

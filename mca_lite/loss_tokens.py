@@ -250,7 +250,10 @@ def scaled(gradient: torch.Tensor, by: torch.Tensor, dtype: torch.dtype) -> torc
     """Multiply a gradient by a factor in float32, and return the product as `dtype`. by: float32
     [1], or [rows, 1] for a factor per row; not 0-dimensional, because torch would first round that
     to bf16."""
-    return torch.mul(gradient, by, out=torch.empty_like(gradient, dtype=dtype))
+    out = torch.empty_like(gradient, dtype=dtype)
+    if compiles(gradient) and by.numel() == 1:
+        return fused().scaled_by_kernel(gradient, by, out)
+    return torch.mul(gradient, by, out=out)
 
 
 def _logits(parts: Any, softcap: float | None) -> torch.Tensor:

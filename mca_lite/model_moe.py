@@ -357,8 +357,9 @@ class Router(TopKRouter):
             self.config.moe_router_dtype, input.dtype
         )
         bias = None if self.bias is None else self.bias.to(dtype)
-        if compiles(input) and fused("_moe").suits_router(input, self.weight, bias, dtype):
+        if compiles(input) and fused("_moe").suits_router(input, self.weight, dtype):
             logits = fused("_moe").LogitsOfRouter.apply(input, self.weight)
+            logits = logits if bias is None else logits + bias
         else:
             logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
         adapter = beside(self)
@@ -733,7 +734,7 @@ class Experts(MegatronModule):
         biases = self.linear_fc1().flatten(1)
         both = ExpertsBias.apply(both, biases, of_expert)
         limit = self.config.activation_func_clamp_value
-        out = down(weighted_clamped_swiglu, limit, biases.detach(), experts)
+        out = down(weighted_clamped_swiglu, limit, biases.detach(), experts, self.room)
         bias = self.linear_fc2()
         etp = self.etp_group.size()
         if etp > 1:  # the dispatcher sums over the ranks that share an expert

@@ -12,6 +12,87 @@ from typing import Any
 
 import torch
 
+from .kernels import compiles, jit, launch, tl, triton
+
+_SINKS_BLOCK = 4096  # numbers of a program
+
+
+@jit
+def _with_sinks_kernel(
+    out, lse, sinks, total, tokens, heads, d: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < tokens * heads
+    head = row % heads
+    of_head = head * tokens + row // heads
+    sink = tl.load(sinks + head, exists, 0.0).to(tl.float32)
+    before = tl.load(lse + of_head, exists, 0.0)
+    most = tl.maximum(before, sink)
+    after = most + tl.log(tl.exp(before - most) + tl.exp(sink - most))
+    tl.store(total + of_head, after, exists)
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < d)[None, :]
+    place = out + row[:, None] * d + column[None, :]
+    value = tl.load(place, inside, 0.0).to(tl.float32)
+    tl.store(place, value * tl.exp(before - after)[:, None], inside)
+
+
+@jit
+def _of_sinks_kernel(
+    grad, out, total, sinks, parts, tokens, heads, d: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < tokens * heads
+    head = row % heads
+    of_head = head * tokens + row // heads
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < d)[None, :]
+    place = row[:, None] * d + column[None, :]
+    inner = tl.load(grad + place, inside, 0.0).to(tl.float32)
+    inner = tl.sum(inner * tl.load(out + place, inside, 0.0).to(tl.float32), 1)
+    sink = tl.load(sinks + head, exists, 0.0).to(tl.float32)
+    sink = tl.exp(sink - tl.load(total + of_head, exists, 0.0))
+    tl.store(parts + of_head, -sink * inner, exists)
+
+
+def _launch(kernel: Any, first: torch.Tensor, *tensors: torch.Tensor) -> None:
+    """Run a kernel over the heads of all tokens of `first` [T, n, d]."""
+    tokens, heads, d = first.shape
+    block = triton.next_power_of_2(d)
+    rows = max(_SINKS_BLOCK // block, 1)
+    grid = (triton.cdiv(tokens * heads, rows),)
+    launch(kernel, grid, first, *tensors, tokens, heads, d, rows, block)
+
+
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give sinks [n] their share of an attention without them -> (output, log-sum-exp), both with
+    sinks. out: [T, n, d]; it may be overwritten. lse: log-sum-exp of the scores, float32 [n, T]."""
+    if compiles(out) and out.is_contiguous():
+        total = torch.empty_like(lse)
+        _launch(_with_sinks_kernel, out, lse.contiguous(), sinks, total)
+        return out, total
+    total = torch.logaddexp(lse, sinks.float()[:, None])
+    kept = (lse - total).exp().t()
+    return (out * kept[..., None]).to(out.dtype), total
+
+
+def gradient_of_sinks(
+    grad: torch.Tensor, out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of sinks [n]. grad: that of the output, contiguous. out, total: output [T, n, d]
+    and log-sum-exp float32 [n, T] of the attention, both with sinks."""
+    if compiles(grad):
+        parts = torch.empty_like(total)
+        _launch(_of_sinks_kernel, grad, out, total, sinks, parts)
+    else:
+        inner = (grad.float() * out.float()).sum(-1).t()
+        parts = -(sinks.float()[:, None] - total).exp() * inner
+    return parts.sum(1).to(sinks.dtype)
+
 
 class FlashWithSinks(torch.autograd.Function):
     """Packed causal attention with sinks on CUDA, by torch's flash attention kernels. A sink is a
@@ -45,9 +126,7 @@ class FlashWithSinks(torch.autograd.Function):
         # varlen_attn and scaled_dot_product_attention call the same operators
         answer = torch.ops.aten._flash_attention_forward(q, k, v, *ctx.of_rows, False, **ctx.keys)
         out, lse, *random = answer[:4]  # lse float32 [n, T]
-        total = torch.logaddexp(lse, sinks.float()[:, None])
-        kept = (lse - total).exp().t()
-        out = (out * kept[..., None]).to(q.dtype)
+        out, total = with_sinks(out, lse, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, total, *random)
         return out
 
@@ -59,6 +138,4 @@ class FlashWithSinks(torch.autograd.Function):
         d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, total, *ctx.of_rows, *random, **ctx.keys
         )
-        inner = (grad.float() * out.float()).sum(-1).t()  # [n, T]
-        d_sinks = -((sinks.float()[:, None] - total).exp() * inner).sum(1)
-        return d_q, d_k, d_v, d_sinks.to(sinks.dtype), *[None] * 6
+        return d_q, d_k, d_v, gradient_of_sinks(grad, out, total, sinks), *[None] * 6

@@ -16,7 +16,7 @@ from .loss_tokens import Head
 from .part_triton_moe import rows_with_room
 
 _SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
-_ADAM_BLOCK = 1024  # elements of a program of AdamW
+_ADAM_BLOCK = 1024  # elements of a program of AdamW, and of scaled_by_kernel
 _JOIN_BLOCK = 2048  # elements of a program of join
 _HEADS = 16  # heads of a program of rotated_heads
 # programs per multiprocessor in kernels whose programs sum over tokens; kernels over heads have
@@ -437,22 +437,39 @@ class RotatedHeads(torch.autograd.Function):
 
 
 @jit
-def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_and_up(both, biases, experts, f: tl.constexpr, BLOCK: tl.constexpr):
     """Load what one program of a SwiGLU kernel works on -> (row, column indices, mask of existing
-    columns, gate, up), the last two in float32. both: pointer to rows [2 f], gate before up. BLOCK:
-    columns per program."""
+    columns, gate, up), the last two in float32. both: pointer to rows [2 f], gate before up.
+    biases: pointer to rows [2 f], of which `experts` has an index for each row; None: no biases.
+    BLOCK: columns per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
     gate = tl.load(both + row * 2 * f + column, inside).to(tl.float32)
     up = tl.load(both + row * 2 * f + f + column, inside).to(tl.float32)
+    if biases is not None:
+        bias = biases + tl.load(experts + row) * 2 * f + column
+        gate += tl.load(bias, inside).to(tl.float32)
+        up += tl.load(bias + f, inside).to(tl.float32)
     return row, column, inside, gate, up
 
 
 @jit
-def _swiglu_kernel(both, weights, out, f: tl.constexpr, stride, BLOCK: tl.constexpr):
-    row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
-    silu = gate * tl.sigmoid(gate)
+def _clamped(x, low, high):
+    return tl.where(x > high, high, tl.where(x < low, low, x))  # NaN stays
+
+
+@jit
+def _swiglu_kernel(
+    both, weights, biases, experts, out, f: tl.constexpr, limit, stride, BLOCK: tl.constexpr
+):
+    row, column, inside, gate, up = _gate_and_up(both, biases, experts, f, BLOCK)
+    slope = 1.0
+    if biases is not None:
+        slope = 1.702  # kernels.QUICK_GELU
+        gate = _clamped(gate, -float("inf"), limit)
+        up = _clamped(up, -limit, limit) + 1
+    silu = gate * tl.sigmoid(slope * gate)
     if weights is None:
         # silu is rounded before it multiplies, as two operations of torch do
         silu = silu.to(out.dtype.element_ty).to(tl.float32)
@@ -464,30 +481,44 @@ def _swiglu_kernel(both, weights, out, f: tl.constexpr, stride, BLOCK: tl.conste
 
 @jit
 def _swiglu_backward_kernel(
-    both, weights, grad, of_both, of_weights, f: tl.constexpr, stride, BLOCK: tl.constexpr
-):
-    row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
+    both, weights, biases, experts, grad, of_both, of_weights, f: tl.constexpr, limit, stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column, inside, gate, up = _gate_and_up(both, biases, experts, f, BLOCK)
     g = tl.load(grad + row * f + column, inside).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
+    slope = 1.0
+    is_gate = inside
+    is_up = inside
+    if biases is not None:  # a clamped number has no gradient
+        slope = 1.702
+        is_gate = gate <= limit
+        is_up = (up >= -limit) & (up <= limit)
+        gate = _clamped(gate, -float("inf"), limit)
+        up = _clamped(up, -limit, limit) + 1
+    sigmoid = tl.sigmoid(slope * gate)
     if of_weights is not None:  # the block is the whole row
         total = tl.sum(tl.where(inside, g * gate * sigmoid * up, 0.0), 0)
         tl.store(of_weights + row, total)
     if weights is not None:
         g *= tl.load(weights + row).to(tl.float32)
     if of_both is not None:
-        slope = sigmoid + gate * sigmoid * (1 - sigmoid)
-        tl.store(of_both + row * stride + column, g * up * slope, inside)
-        tl.store(of_both + row * stride + f + column, g * gate * sigmoid, inside)
+        of_gate = g * up * (sigmoid + slope * gate * sigmoid * (1 - sigmoid))
+        place = of_both + row * stride + column
+        tl.store(place, tl.where(is_gate, of_gate, 0.0), inside)
+        tl.store(place + f, tl.where(is_up, g * gate * sigmoid, 0.0), inside)
 
 
-def _launch_swiglu(kernel: Any, block: int, stride: int, both: torch.Tensor, *tensors: Any) -> None:
-    """Run a SwiGLU kernel with `block` columns per program. stride: elements from a row of its
-    output to the next."""
+def _launch_swiglu(
+    kernel: Any, block: int, limit: float, stride: int, both: torch.Tensor, *tensors: Any
+) -> None:
+    """Run a SwiGLU kernel with `block` columns per program. limit: see kernels.
+    weighted_clamped_swiglu. stride: elements from a row of its output to the next."""
     width = both.shape[-1]
     f = width // 2
     grid = both.numel() // width, triton.cdiv(f, block)
     # in 16 bits a thread loads 16 bytes, or more in the longest blocks
-    launch(kernel, grid, both, *tensors, f, stride, block, num_warps=min(block // 256, 32))
+    warps = min(block // 256, 32)
+    launch(kernel, grid, both, *tensors, f, limit, stride, block, num_warps=warps)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -497,24 +528,37 @@ class SwiGLU(torch.autograd.Function):
     weights: factors [...] on the rows, as in kernels.weighted_swiglu; None: no factors. With
     weights the result is rounded once. Their gradient is a sum over f in float32, by one program
     per row, rounded to their dtype. room: number of columns to leave free beside the rows of the
-    result and of the gradient (see rows_with_room)."""
+    result and of the gradient (see rows_with_room). biases, experts, limit: with biases, and
+    weights, the activation is kernels.weighted_clamped_swiglu; the biases get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor, weights: Any = None, room: int = 0) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        both: torch.Tensor,
+        weights: Any = None,
+        room: int = 0,
+        biases: Any = None,
+        experts: Any = None,
+        limit: float = 0.0,
+    ) -> torch.Tensor:
         both = both.contiguous()
         if weights is not None:
             weights = weights.contiguous()
-        ctx.save_for_backward(both, weights)
+        if biases is not None:
+            biases = biases.contiguous()
+        inputs = both, weights, biases, experts
+        ctx.save_for_backward(*inputs)
         ctx.room = room
+        ctx.limit = limit
         out = rows_with_room(both, (*both.shape[:-1], both.shape[-1] // 2), room)
         stride = out.shape[-1] + room
-        _launch_swiglu(_swiglu_kernel, _SWIGLU_BLOCK, stride, both, weights, out)
+        _launch_swiglu(_swiglu_kernel, _SWIGLU_BLOCK, limit, stride, *inputs, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        both, weights = ctx.saved_tensors
+        both, weights, *more = ctx.saved_tensors
         of_both = of_weights = None
         block = _SWIGLU_BLOCK
         stride = both.shape[-1] + ctx.room
@@ -523,9 +567,9 @@ class SwiGLU(torch.autograd.Function):
         if weights is not None and ctx.needs_input_grad[1]:
             of_weights = torch.empty_like(weights)
             block = max(triton.next_power_of_2(grad.shape[-1]), block)
-        tensors = both, weights, grad.contiguous(), of_both, of_weights
-        _launch_swiglu(_swiglu_backward_kernel, block, stride, *tensors)
-        return of_both, of_weights, None
+        tensors = both, weights, *more, grad.contiguous(), of_both, of_weights
+        _launch_swiglu(_swiglu_backward_kernel, block, ctx.limit, stride, *tensors)
+        return of_both, of_weights, None, None, None, None
 
 
 # ---- AdamW
@@ -675,6 +719,22 @@ def gradients_in_one_pass(
     numbers = head.softcap or 1.0, head.columns, width
     launch(_gradients_kernel, grid, *tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
     return logits
+
+
+@jit
+def _scaled_kernel(x, by, out, n, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, place < n, 0.0).to(tl.float32) * tl.load(by)
+    tl.store(out + place, value, place < n)
+
+
+def scaled_by_kernel(x: torch.Tensor, by: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write x * by to `out`, by a Triton kernel -> out. x and out: contiguous, of one shape. by:
+    float32 [1]. torch's multiplication reads such a factor anew for each element, at a third of the
+    speed."""
+    grid = (triton.cdiv(x.numel(), _ADAM_BLOCK),)
+    launch(_scaled_kernel, grid, x, by, out, x.numel(), _ADAM_BLOCK)
+    return out
 
 
 # ---- attention in two parts

@@ -27,13 +27,10 @@ EXPERTS_TILE = dict(ROWS=64, M=128, N=128, GROUP=8, STAGES=3, num_warps=8)
 # ---- routers
 
 
-def suits_router(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> bool:
+def suits_router(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """True if LogitsOfRouter can compute a router's logits in `dtype`: x and weight are bf16, the
-    logits float32, and there is no bias."""
-    is_short = x.dtype == weight.dtype == torch.bfloat16
-    return is_short and dtype == torch.float32 and bias is None
+    logits float32."""
+    return x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
 
 
 class LogitsOfRouter(torch.autograd.Function):

@@ -214,10 +214,6 @@ def test_a_wrong_argument_is_no_fault_of_the_compiler(compiler):
 WITH_GRADIENTS = {
     part_delta.causal_convolution: ((rows(11, 2, 3), rows(3, 4)), (torch.arange(11) // 4,)),
     kernels.rotate: ((rows(11, 2, 4, 8), rows(11, 2, 2, 8)), (rows(11, 1, 1, 6),) * 2),
-    kernels.weighted_clamped_swiglu: (
-        (rows(11, 6), rows(11)),
-        (7.0, rows(3, 6), torch.arange(11) // 4),
-    ),
 }
 
 

@@ -182,6 +182,7 @@ CASES = {
     ),
     "experts": dict(shape="experts", mbs=4, rows=8, steps=8, skip=4),
     "hybrid": dict(shape="hybrid", mbs=2, rows=8, steps=7, skip=3),
+    "packed hybrid": dict(shape="hybrid", mbs=2, rows=8, packed=True, steps=7, skip=3),
     "sinks": dict(shape="sinks", mbs=2, rows=8, steps=7, skip=3),
 }
 # on Transformer Engine, where it works; this project alone, the local layers beside it first
@@ -236,7 +237,7 @@ LONG_CASES = {
 CASES.update(LONG_CASES)
 # full training with moments in 8 bits: on 8B a step needs about 79 GiB
 _EIGHT = dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit", grad_reduce_in_fp32=False)
-ALONE = {MUON, "1.5B 8 bits", "8B 8 bits"}
+ALONE = {MUON, "1.5B 8 bits", "8B 8 bits", "packed hybrid"}
 # frozen weights in four bits; this project alone
 _FOUR = dict(mbs=2, rows=4, lora=16, steps=10, skip=3)
 _SOME = dict(recompute_granularity="full", recompute_method="block")

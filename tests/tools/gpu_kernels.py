@@ -155,6 +155,13 @@ def other_cases(dtype):
         return (part_triton.SwiGLU.apply(both),)
 
     yield "SwiGLU", kernel, gated, [drawn(3, 5, 2 * 1500, dtype=dtype)]
+    third = torch.full((1,), 1 / 3, device=device())
+
+    def scaled(x):
+        out = torch.empty_like(x)
+        return [part_triton.scaled_by_kernel(x.detach(), third, out) + 0 * x]
+
+    yield "scaled", scaled, lambda x: [x.detach() * third + 0 * x], [drawn(7, 700, dtype=dtype)]
     places, columns = torch.tensor([3, -1, 20_008], device=device()), 20_009  # -1: another rank's
     here = (places >= 0)[:, None]
 
@@ -457,7 +464,8 @@ def packed_cases(dtype):
 
 
 def sink_cases(dtype):
-    """Packed attention with sinks, windows and query groups."""
+    """Packed attention with sinks, windows and query groups, and what its kernels do for sinks."""
+    yield from sink_kernel_cases(dtype)
     if dtype == torch.float32 or not torch.cuda.is_available():
         return
     length, longest = sum(DOCUMENTS), max(DOCUMENTS)
@@ -480,6 +488,29 @@ def sink_cases(dtype):
         heads, groups = (length, 8, 64), (length, 2, 64)
         inputs = [drawn(*shape, dtype=dtype) for shape in (heads, groups, groups)]
         yield f"sinks {window}", kernel, formula, [*inputs, drawn(8, dtype=dtype)]
+
+
+def sink_kernel_cases(dtype):
+    """Kernels beside those of flash attention: shares and gradients of sinks."""
+    part_sinks.compiles = lambda tensor: True  # a CPU's too, in Triton's interpreter
+    for tokens, heads, d in ((37, 8, 64), (1, 3, 24), (9, 2, 256)):
+        lse = drawn(heads, tokens, grad=False)
+        sinks = drawn(heads, dtype=dtype, grad=False)
+        grad = drawn(tokens, heads, d, dtype=dtype, grad=False)
+
+        def kernel(out, lse=lse, sinks=sinks, grad=grad):
+            both = part_sinks.with_sinks(out.detach().clone(), lse, sinks)
+            of_sinks = part_sinks.gradient_of_sinks(grad, *both, sinks)
+            return [x + 0 * out.sum() for x in (*both, of_sinks)]
+
+        def formula(out, lse=lse, sinks=sinks, grad=grad):
+            total = torch.logaddexp(lse.double(), sinks.double()[:, None])
+            whole = out.detach() * (lse - total).exp().t()[..., None]
+            of_sinks = -((sinks[:, None] - total).exp() * (grad * whole).sum(-1).t()).sum(1)
+            return [x + 0 * out.sum() for x in (whole, total, of_sinks)]
+
+        inputs = [drawn(tokens, heads, d, dtype=dtype)]
+        yield f"sinks {tokens} {heads} {d}", kernel, formula, inputs
 
 
 def wrong_forms(dtype) -> list[str]:

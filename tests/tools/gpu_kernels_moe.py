@@ -243,21 +243,25 @@ def bias_cases(dtype):
     counts = torch.tensor(ROWS_OF_EXPERTS, device=device())
     numbers = torch.arange(len(counts), device=device())
     experts = numbers.repeat_interleave(counts)
-    f = 40
+    for f, room, frozen in ((40, 0, ()), (2880, 0, ()), (40, 16, (0,)), (40, 16, (1,))):
 
-    def kernel(both, weights, biases):
-        of_expert = (experts[:, None] == numbers).to(both.dtype)
-        both = model_moe.ExpertsBias.apply(both, biases, of_expert)
-        more = 2.0, biases.detach(), experts
-        return (kernels.weighted_clamped_swiglu(both, weights, *more),)
+        def kernel(both, weights, biases, room=room):
+            of_expert = (experts[:, None] == numbers).to(both.dtype)
+            both = model_moe.ExpertsBias.apply(both, biases, of_expert)
+            more = room, biases.detach(), experts, 2.0
+            return (part_triton.SwiGLU.apply(both, weights, *more),)
 
-    def formula(both, weights, biases):
-        gate, up = (both + biases[experts]).chunk(2, -1)
-        gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
-        return ((up + 1) * gate * torch.sigmoid(1.702 * gate) * weights[:, None],)
+        def formula(both, weights, biases):
+            gate, up = (both + biases[experts]).chunk(2, -1)
+            gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+            return ((up + 1) * gate * torch.sigmoid(1.702 * gate) * weights[:, None],)
 
-    shapes = (len(experts), 2 * f), (len(experts),), (len(counts), 2 * f)
-    yield "biases", kernel, formula, [drawn(*shape, dtype=dtype) for shape in shapes]
+        shapes = (len(experts), 2 * f), (len(experts),), (len(counts), 2 * f)
+        # sums of these are exact, so that float64 clamps the same ones
+        inputs = [drawn(*s, grad=False).bfloat16().to(dtype) for s in shapes]
+        for number, x in enumerate(inputs):
+            x.requires_grad_(number not in frozen)
+        yield f"biases {f} {room} {frozen=}", kernel, formula, inputs
 
 
 def adapter_cases(dtype):

@@ -206,20 +206,23 @@ def reference(path: str, dtype: str, **keys) -> dict:
 
 def compare(path, start=None, bound=1.0, dtype="bf16", impl=TE, wanted_impl=None, **keys):
     """TE and local layers in one precision, against local layers in float32: TE at most a few times
-    as far off as the local ones, and neither beyond the bounds of their kind.
+    as far off as the local ones, and neither beyond the bounds of their kind. Of experts, norms
+    after the second step have these bounds alone: by then rounding sends tokens to other experts,
+    on local layers too.
     """
     exact, local = reference(path, "float32", **keys), reference(path, dtype, **keys)
     got = train(path, impl, bf16=dtype == "bf16", fp16=dtype == "fp16", **keys)
     start = read(path) if start is None else start()
-    numbers = {}
+    numbers, first = {}, slice(2 if bound == 3.0 else None)
     for name, run in (("te", got), ("local", local)):
         numbers[f"loss {name}"] = apart(run["loss"], exact["loss"])
         numbers[f"norm {name}"] = relative(run["norm"], exact["norm"])
+        numbers[f"first norms {name}"] = relative(run["norm"][first], exact["norm"][first])
         numbers[f"move {name}"] = moved(run["tensors"], exact["tensors"], start)
         if keys.get("evaluate"):
             assert len(run["eval"]) == len(exact["eval"]) > 0
             numbers[f"eval {name}"] = apart(run["eval"], exact["eval"])
-    rooms = dict(loss=3e-3, norm=2e-2, **({"eval": 3e-3} if keys.get("evaluate") else {}))
+    rooms = {"loss": 3e-3, "first norms": 2e-2} | ({"eval": 3e-3} if keys.get("evaluate") else {})
     ok = all(
         numbers[f"{what} te"] <= bound * (3 * numbers[f"{what} local"] + room)
         for what, room in rooms.items()
