@@ -19,7 +19,7 @@ _SINKS_BLOCK = 4096  # numbers of a program
 
 @jit
 def _with_sinks_kernel(
-    out, lse, sinks, total, tokens, heads, d: tl.constexpr, ROWS: tl.constexpr,
+    out, lse, sinks, with_sinks, total, tokens, heads, d: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -33,9 +33,9 @@ def _with_sinks_kernel(
     tl.store(total + of_head, after, exists)
     column = tl.arange(0, BLOCK)
     inside = exists[:, None] & (column < d)[None, :]
-    place = out + row[:, None] * d + column[None, :]
-    value = tl.load(place, inside, 0.0).to(tl.float32)
-    tl.store(place, value * tl.exp(before - after)[:, None], inside)
+    place = row[:, None] * d + column[None, :]
+    value = tl.load(out + place, inside, 0.0).to(tl.float32)
+    tl.store(with_sinks + place, value * tl.exp(before - after)[:, None], inside)
 
 
 @jit
@@ -58,7 +58,7 @@ def _of_sinks_kernel(
 
 
 def _launch(kernel: Any, first: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """Run a kernel over the heads of all tokens of `first` [T, n, d]."""
+    """Run a kernel over the heads of all tokens of `first` [T, n, d]. All tensors: contiguous."""
     tokens, heads, d = first.shape
     block = triton.next_power_of_2(d)
     rows = max(_SINKS_BLOCK // block, 1)
@@ -70,11 +70,14 @@ def with_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Give sinks [n] their share of an attention without them -> (output, log-sum-exp), both with
-    sinks. out: [T, n, d]; it may be overwritten. lse: log-sum-exp of the scores, float32 [n, T]."""
-    if compiles(out) and out.is_contiguous():
-        total = torch.empty_like(lse)
-        _launch(_with_sinks_kernel, out, lse.contiguous(), sinks, total)
-        return out, total
+    sinks. out: [T, n, d]; part_long may keep it, so it is not overwritten. lse: log-sum-exp of the
+    scores, float32 [n, T]."""
+    if compiles(out):
+        out = out.contiguous()
+        lse = lse.contiguous()
+        results = torch.empty_like(out), torch.empty_like(lse)
+        _launch(_with_sinks_kernel, out, lse, sinks, *results)
+        return results
     total = torch.logaddexp(lse, sinks.float()[:, None])
     kept = (lse - total).exp().t()
     return (out * kept[..., None]).to(out.dtype), total
@@ -83,8 +86,8 @@ def with_sinks(
 def gradient_of_sinks(
     grad: torch.Tensor, out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of sinks [n]. grad: that of the output, contiguous. out, total: output [T, n, d]
-    and log-sum-exp float32 [n, T] of the attention, both with sinks."""
+    """The gradient of sinks [n]. grad: that of the output, contiguous. out, total: with_sinks()'s
+    results, the output [T, n, d] and log-sum-exp float32 [n, T]."""
     if compiles(grad):
         parts = torch.empty_like(total)
         _launch(_of_sinks_kernel, grad, out, total, sinks, parts)

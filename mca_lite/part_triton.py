@@ -487,9 +487,7 @@ def _swiglu_backward_kernel(
     row, column, inside, gate, up = _gate_and_up(both, biases, experts, f, BLOCK)
     g = tl.load(grad + row * f + column, inside).to(tl.float32)
     slope = 1.0
-    is_gate = inside
-    is_up = inside
-    if biases is not None:  # a clamped number has no gradient
+    if biases is not None:
         slope = 1.702
         is_gate = gate <= limit
         is_up = (up >= -limit) & (up <= limit)
@@ -503,9 +501,13 @@ def _swiglu_backward_kernel(
         g *= tl.load(weights + row).to(tl.float32)
     if of_both is not None:
         of_gate = g * up * (sigmoid + slope * gate * sigmoid * (1 - sigmoid))
+        of_up = g * gate * sigmoid
+        if biases is not None:  # a clamped number has no gradient
+            of_gate = tl.where(is_gate, of_gate, 0.0)
+            of_up = tl.where(is_up, of_up, 0.0)
         place = of_both + row * stride + column
-        tl.store(place, tl.where(is_gate, of_gate, 0.0), inside)
-        tl.store(place + f, tl.where(is_up, g * gate * sigmoid, 0.0), inside)
+        tl.store(place, of_gate, inside)
+        tl.store(place + f, of_up, inside)
 
 
 def _launch_swiglu(
@@ -729,9 +731,9 @@ def _scaled_kernel(x, by, out, n, BLOCK: tl.constexpr):
 
 
 def scaled_by_kernel(x: torch.Tensor, by: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x * by to `out`, by a Triton kernel -> out. x and out: contiguous, of one shape. by:
-    float32 [1]. torch's multiplication reads such a factor anew for each element, at a third of the
-    speed."""
+    """Write x * by to `out`, by a Triton kernel -> out. x and out: of one shape and memory format,
+    without gaps. by: float32 [1]. torch's multiplication reads such a factor anew for each element,
+    at a third of the speed."""
     grid = (triton.cdiv(x.numel(), _ADAM_BLOCK),)
     launch(_scaled_kernel, grid, x, by, out, x.numel(), _ADAM_BLOCK)
     return out

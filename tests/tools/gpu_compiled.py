@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from tests.shared import distilling, dpo_tools, kto_tools, pictures, rm_tools, tiny, tiny_moe, world
 from tests.shared.layouts import ONE_ROW, PACKED, TWO_ROWS
-from tests.shared.training import train
+from tests.shared.training import most, train
 
 PARTS = ("text", "experts", "pictures", "objectives")
 ROWS = {
@@ -234,8 +234,8 @@ def worst(got: list, wanted: list) -> tuple[float, float]:
     """Largest differences of loss, relative to one above 1, and of gradient norm, relative to
     it."""
     pairs = list(zip(got, wanted, strict=True))
-    losses = max(abs(a[0] - b[0]) / max(b[0], 1.0) for a, b in pairs)
-    return losses, max(abs(a[1] - b[1]) / b[1] for a, b in pairs)
+    losses = most(abs(a[0] - b[0]) / max(b[0], 1.0) for a, b in pairs)
+    return losses, most(abs(a[1] - b[1]) / b[1] for a, b in pairs)
 
 
 def in_turn(share: list[tuple], folder: str, end: float) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.shared import pictures, tiny, world
-from tests.shared.training import GLOBAL_BATCH, train
+from tests.shared.training import GLOBAL_BATCH, most, train
 from tests.tools.family_table import has_experts, save_models
 
 # The worst factor was 2.4 on a CPU and 3.4 on an H200 (olmo2), the worst distance 1.2e-2. In bf16 a
@@ -117,7 +117,7 @@ def distances(name: str, path: str, out: str, steps: int) -> tuple[float, float]
             exact = train_plain(name, path, torch.float32, samples)
     assert len(ours) == len(theirs) == len(exact) == steps
     return tuple(
-        max(abs(a - b) for a, b in zip(curve, exact, strict=True)) for curve in (ours, theirs)
+        most(abs(a - b) for a, b in zip(curve, exact, strict=True)) for curve in (ours, theirs)
     )
 
 

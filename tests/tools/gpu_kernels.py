@@ -499,15 +499,17 @@ def sink_kernel_cases(dtype):
         grad = drawn(tokens, heads, d, dtype=dtype, grad=False)
 
         def kernel(out, lse=lse, sinks=sinks, grad=grad):
-            both = part_sinks.with_sinks(out.detach().clone(), lse, sinks)
+            given = out.detach().clone()
+            both = part_sinks.with_sinks(given, lse, sinks)
             of_sinks = part_sinks.gradient_of_sinks(grad, *both, sinks)
-            return [x + 0 * out.sum() for x in (*both, of_sinks)]
+            return [x + 0 * out.sum() for x in (*both, of_sinks, given)]
 
         def formula(out, lse=lse, sinks=sinks, grad=grad):
             total = torch.logaddexp(lse.double(), sinks.double()[:, None])
             whole = out.detach() * (lse - total).exp().t()[..., None]
             of_sinks = -((sinks[:, None] - total).exp() * (grad * whole).sum(-1).t()).sum(1)
-            return [x + 0 * out.sum() for x in (whole, total, of_sinks)]
+            # what is given stays: part_long may keep it
+            return [x + 0 * out.sum() for x in (whole, total, of_sinks, out.detach())]
 
         inputs = [drawn(tokens, heads, d, dtype=dtype)]
         yield f"sinks {tokens} {heads} {d}", kernel, formula, inputs

@@ -14,6 +14,7 @@ import torch
 from tests.shared import tiny, tiny_moe
 from tests.shared.files import tensors
 from tests.shared.lora_tools import with_drawn_adapters
+from tests.shared.training import most
 
 VOCAB = 509
 SIZES = dict(
@@ -150,11 +151,11 @@ def train(path, impl=TE, export=True, **changes) -> dict:
 
 
 def apart(a: list, b: list) -> float:
-    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
+    return most(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 def relative(a: list, b: list) -> float:
-    return max((abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b, strict=True)), default=0.0)
+    return most(abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b, strict=True))
 
 
 def moved(a: dict, b: dict, start: dict) -> float:
@@ -162,11 +163,11 @@ def moved(a: dict, b: dict, start: dict) -> float:
     rounds away.
     """
     assert a.keys() == b.keys() == start.keys(), f"other tensors: {sorted(a.keys() ^ b.keys())[:4]}"
-    worst = 0.0
+    parts = []
     for name, tensor in b.items():
         way = (tensor - start[name]).norm() + 2**-8 * tensor.norm()
-        worst = max(worst, float((a[name] - tensor).norm() / way.clamp(min=1e-12)))
-    return worst
+        parts.append(float((a[name] - tensor).norm() / way.clamp(min=1e-12)))
+    return most(parts)
 
 
 def trained(tensors: dict, start: dict) -> bool:
