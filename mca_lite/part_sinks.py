@@ -18,22 +18,28 @@ _SINKS_BLOCK = 4096  # numbers of a program
 
 
 @jit
+def _places(tokens, heads, d: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The ROWS pairs of a token and a head that a program works on -> (head, mask, place in [n, T],
+    mask of channels, places in [T, n, d])."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < tokens * heads
+    head = row % heads
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < d)[None, :]
+    return head, exists, head * tokens + row // heads, inside, row[:, None] * d + column[None, :]
+
+
+@jit
 def _with_sinks_kernel(
     out, lse, sinks, with_sinks, total, tokens, heads, d: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = row < tokens * heads
-    head = row % heads
-    of_head = head * tokens + row // heads
+    head, exists, of_head, inside, place = _places(tokens, heads, d, ROWS, BLOCK)
     sink = tl.load(sinks + head, exists, 0.0).to(tl.float32)
     before = tl.load(lse + of_head, exists, 0.0)
     most = tl.maximum(before, sink)
     after = most + tl.log(tl.exp(before - most) + tl.exp(sink - most))
     tl.store(total + of_head, after, exists)
-    column = tl.arange(0, BLOCK)
-    inside = exists[:, None] & (column < d)[None, :]
-    place = row[:, None] * d + column[None, :]
     value = tl.load(out + place, inside, 0.0).to(tl.float32)
     tl.store(with_sinks + place, value * tl.exp(before - after)[:, None], inside)
 
@@ -43,13 +49,7 @@ def _of_sinks_kernel(
     grad, out, total, sinks, parts, tokens, heads, d: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = row < tokens * heads
-    head = row % heads
-    of_head = head * tokens + row // heads
-    column = tl.arange(0, BLOCK)
-    inside = exists[:, None] & (column < d)[None, :]
-    place = row[:, None] * d + column[None, :]
+    head, exists, of_head, inside, place = _places(tokens, heads, d, ROWS, BLOCK)
     inner = tl.load(grad + place, inside, 0.0).to(tl.float32)
     inner = tl.sum(inner * tl.load(out + place, inside, 0.0).to(tl.float32), 1)
     sink = tl.load(sinks + head, exists, 0.0).to(tl.float32)

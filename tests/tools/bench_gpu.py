@@ -237,6 +237,7 @@ LONG_CASES = {
 CASES.update(LONG_CASES)
 # full training with moments in 8 bits: on 8B a step needs about 79 GiB
 _EIGHT = dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit", grad_reduce_in_fp32=False)
+# "packed hybrid": transformers packs no delta nets without flash-linear-attention
 ALONE = {MUON, "1.5B 8 bits", "8B 8 bits", "packed hybrid"}
 # frozen weights in four bits; this project alone
 _FOUR = dict(mbs=2, rows=4, lora=16, steps=10, skip=3)
