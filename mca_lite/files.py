@@ -328,10 +328,10 @@ def resolve_folder(
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     name = model_name_or_path
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
     reason = ""
-    if may_be_on_hub(name):
+    if name and may_be_on_hub(name):
         command = f"modelscope download --model {name} --local_dir FOLDER"
         try:
             return Path(snapshot_download(name, allow_patterns=[*patterns], revision=revision))

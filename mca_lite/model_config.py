@@ -254,13 +254,13 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     perform_initialization: bool = False  # weights come from a checkpoint, or are drawn by name
 
     def __post_init__(self):
-        if isinstance(self.activation_func, str):
-            if self.activation_func not in ACTIVATIONS:
-                known = f"activation_func: {', '.join(ACTIVATIONS)}"
-                refuse("activation_func", self.activation_func, "no such function", known)
-            self.activation_func = ACTIVATIONS[self.activation_func]
-        if isinstance(self.attention_backend, str):
-            self.attention_backend = AttnBackend[self.attention_backend]
+        named = dict(activation_func=ACTIVATIONS, attention_backend=AttnBackend.__members__)
+        for key, known in named.items():
+            name = getattr(self, key)
+            if isinstance(name, str):
+                if name not in known:
+                    refuse(key, name, "it is unknown", f"{key}: {', '.join(known)}")
+                setattr(self, key, known[name])
         if self.activation_func not in (F.silu, F.gelu):
             self.bias_activation_fusion = False
         self.validate()

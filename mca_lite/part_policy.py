@@ -221,6 +221,7 @@ class Policy:
     refuses_dropout: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        expect(self.name in POLICIES, f"name {self.name!r}: expected one of {', '.join(POLICIES)}")
         self.row = POLICIES[self.name]
         needed = _NEEDED.get(self.name)
         if needed is not None:

@@ -40,7 +40,8 @@ _OF_VOCABULARY = 9
 class Rates(NamedTuple):
     """Speeds of one GPU type, from which the time of a step is predicted.
 
-    products: FLOP/s of GEMMs; experts: the rate of the experts' GEMMs relative to `products`.
+    products: FLOP/s of GEMMs; experts: the rate of the experts' GEMMs relative to `products`;
+    linear: that of linear attention without flash-linear-attention, which saves a third of it.
     attention: FLOP/s in long documents; half: document length at which attention is half as fast.
     passes: bytes/s of elementwise kernels. gaps: time of a step / time of its kernels. update:
     parameters/s of the optimizer. link, network: bytes/s that a rank sends within a node and
@@ -57,6 +58,7 @@ class Rates(NamedTuple):
     network: float = math.inf  # and between nodes
     half: float = 0.0  # document length at which attention has half its rate
     experts: float = 1.0  # rate of the experts' GEMMs, relative to `products`
+    linear: float = 1.0  # that of linear attention
     layer_s: float = 0.0  # host time for a layer's passes over a micro-batch
     split_layer_s: float = 0.0  # with sequence or context parallelism
 
@@ -77,6 +79,7 @@ _H200 = Rates(
     network=5e10,
     half=1980,
     experts=0.46,
+    linear=6.4e-3,
     layer_s=4.7e-3,
     split_layer_s=6.5e-3,
 )
@@ -212,6 +215,9 @@ def _kernels(
     if config.num_moe_experts:
         of_experts = products * of_mlps / (sizes.weights - head)
         products += of_experts * (1 / rates.experts - 1)
+    if sizes.linear:
+        of_linear = (6 + 2 * (recomputes + reference)) * sizes.linear * tokens
+        products += of_linear * (1 / rates.linear - 1)
     attention = work.flops(0, squares)
     if not config.recompute_keep:
         attention += 2 * recomputes * sizes.core * squares

@@ -393,7 +393,7 @@ def test_a_mistyped_folder_of_a_model_is_told_and_no_hub_is_asked(tmp_path, monk
     for name in (str(tmp_path / "qwen-tiny"), f"{tmp_path.name}/qwen-tiny"):
         with pytest.raises(ValueError, match="no such folder"):
             resolve_folder(name)
-    for name in ("./qwen", "a/b/c", "~/no/such"):
+    for name in ("./qwen", "a/b/c", "~/no/such", ""):
         with pytest.raises(ValueError, match="no such folder"):
             resolve_folder(name)
     (tmp_path / "file").write_text("")

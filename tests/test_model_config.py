@@ -346,9 +346,10 @@ def test_additional_configs_that_are_keys_are_sent_there():
         arguments(additional_configs={"fp8": "hybrid"})
 
 
-def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match="activation_func: 'snake'"):
-        McaModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, activation_func="snake")
+@pytest.mark.parametrize("key", ["activation_func", "attention_backend"])
+def test_an_unknown_name_of_a_function_or_backend_is_refused(key):
+    with pytest.raises(ValueError, match=f"{key}: 'snake'"):
+        McaModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **{key: "snake"})
 
 
 @pytest.mark.parametrize(

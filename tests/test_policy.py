@@ -182,6 +182,7 @@ def squared(tokens, numbers):
 
 def metrics_and_refusals(folder: str) -> dict:
     from mca_lite import register_policy_loss
+    from mca_lite.part_policy import Policy
     from tests.shared.training import refusal
 
     register_policy_loss("squared", squared, counts="answers", is_mean=True)
@@ -199,6 +200,7 @@ def metrics_and_refusals(folder: str) -> dict:
     found["ref_logp"] = refusal(call, short, "ppo", kl_coef=0.1)
     found["cispo"] = refusal(call, short, "cispo")
     found["kl"] = refusal(call, short, "ppo", kl="k4")
+    found["name"] = refusal(Policy, name="gpro")
     found["taken"] = refusal(register_policy_loss, "ppo", squared)
     found["counts"] = refusal(register_policy_loss, "other", squared, counts="samples")
     call(short, "ppo")
@@ -233,6 +235,7 @@ def test_metrics_a_registered_row_and_refusals(oracle):
         "ref_logp": "ppo needs ref_logp",
         "cispo": "cispo needs cispo_max",
         "kl": "kl 'k4': expected one of k1, k2, k3",
+        "name": "name 'gpro': expected one of ppo, grpo",
         "taken": "loss ppo is registered already",
         "counts": "counts 'samples': expected one of tokens, answers, one",
         "two": "one update has one denominator",
