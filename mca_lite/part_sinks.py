@@ -19,8 +19,9 @@ _SINKS_BLOCK = 4096  # numbers of a program
 
 @jit
 def _places(tokens, heads, d: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The ROWS pairs of a token and a head that a program works on -> (head, mask, place in [n, T],
-    mask of channels, places in [T, n, d])."""
+    """Find what one program reads and writes, for ROWS pairs of a token and a head -> (the pairs'
+    heads, mask of existing pairs, their places in [n, T], mask of existing channels, places of the
+    channels in [T, n, d])."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < tokens * heads
     head = row % heads
@@ -69,9 +70,9 @@ def _launch(kernel: Any, first: torch.Tensor, *tensors: torch.Tensor) -> None:
 def with_sinks(
     out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give sinks [n] their share of an attention without them -> (output, log-sum-exp), both with
-    sinks. out: [T, n, d]; part_long may keep it, so it is not overwritten. lse: log-sum-exp of the
-    scores, float32 [n, T]."""
+    """Add sinks [n] to the softmax of an attention that was computed without them -> (output
+    [T, n, d], log-sum-exp of the scores, float32 [n, T]). out, lse: the same two without sinks.
+    `out` is not overwritten, because part_long may keep it for the backward pass."""
     if compiles(out):
         out = out.contiguous()
         lse = lse.contiguous()

@@ -731,9 +731,9 @@ def _scaled_kernel(x, by, out, n, BLOCK: tl.constexpr):
 
 
 def scaled_by_kernel(x: torch.Tensor, by: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write x * by to `out`, by a Triton kernel -> out. x and out: of one shape and memory format,
-    without gaps. by: float32 [1]. torch's multiplication reads such a factor anew for each element,
-    at a third of the speed."""
+    """Multiply a tensor x by one number on the GPU, with a Triton kernel: out = x * by -> out. by:
+    float32 [1]. x and out have the same shape and strides, and no gaps in memory. torch's
+    multiplication takes three times as long, because it reads the factor anew for each element."""
     grid = (triton.cdiv(x.numel(), _ADAM_BLOCK),)
     launch(_scaled_kernel, grid, x, by, out, x.numel(), _ADAM_BLOCK)
     return out

@@ -40,8 +40,8 @@ _OF_VOCABULARY = 9
 class Rates(NamedTuple):
     """Speeds of one GPU type, from which the time of a step is predicted.
 
-    products: FLOP/s of GEMMs; experts: the rate of the experts' GEMMs relative to `products`;
-    linear: that of linear attention without flash-linear-attention, which saves a third of it.
+    products: FLOP/s of GEMMs. experts, linear: rates of the experts' GEMMs, and of linear attention
+    without flash-linear-attention (with it a third less time), relative to `products`.
     attention: FLOP/s in long documents; half: document length at which attention is half as fast.
     passes: bytes/s of elementwise kernels. gaps: time of a step / time of its kernels. update:
     parameters/s of the optimizer. link, network: bytes/s that a rank sends within a node and

@@ -11,7 +11,7 @@ from pathlib import Path
 from mypy import api
 
 PACKAGE = Path(__file__).parents[2] / "mca_lite"
-LIMITS = {"errors": 612, "untyped definitions": 100, "Any in rules": 0}
+LIMITS = {"errors": 606, "untyped definitions": 100, "Any in rules": 0}
 
 
 def arguments_of_rules() -> list[str]:
