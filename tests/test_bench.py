@@ -33,6 +33,6 @@ def test_every_case_has_rivals_that_are_known(case):
     trainers = bench_gpu.trainers_of(case)
     assert set(trainers) <= set(bench_gpu.TRAINERS) and trainers[0] == "ours"
     other_layers = "experts", "hybrid", "packed hybrid", "sinks"
-    is_full = not {"lora", "pairs", "keys"} & bench_gpu.CASES[case].keys()
+    is_full = not {"lora", "pairs", "keys", "new_packs"} & bench_gpu.CASES[case].keys()
     is_full = is_full and case not in other_layers
     assert any("float32" in name for name in trainers) == is_full

@@ -172,6 +172,10 @@ CASES = {
         theirs=dict(mbs=1),
         rivals=("liger-varlen", "liger-varlen-float32"),
     ),
+    # other packs in each step, as in training: cuDNN's graphs are built in the first twenty
+    "packed 1.5B, new packs": dict(
+        shape="1.5B", mbs=4, rows=8, packed=True, new_packs=True, steps=32, skip=20
+    ),
     "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
     # frozen weights in nf4; of rivals too, where bitsandbytes is installed
     "QLoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3, form="nf4"),
@@ -237,8 +241,9 @@ LONG_CASES = {
 CASES.update(LONG_CASES)
 # full training with moments in 8 bits: on 8B a step needs about 79 GiB
 _EIGHT = dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit", grad_reduce_in_fp32=False)
-# "packed hybrid": transformers packs no delta nets without flash-linear-attention
-ALONE = {MUON, "1.5B 8 bits", "8B 8 bits", "packed hybrid"}
+# "packed hybrid": transformers packs no delta nets without flash-linear-attention; new packs: no
+# rival plans for them
+ALONE = {MUON, "1.5B 8 bits", "8B 8 bits", "packed hybrid", "packed 1.5B, new packs"}
 # frozen weights in four bits; this project alone
 _FOUR = dict(mbs=2, rows=4, lora=16, steps=10, skip=3)
 _SOME = dict(recompute_granularity="full", recompute_method="block")
@@ -447,18 +452,23 @@ def run_ours(
     lora=0,
     form=None,
     pairs=False,
+    new_packs=False,
     keys=None,
     folder=None,
     use_mca=True,
 ) -> tuple[Clock, list, int, int]:
-    """keys: further TrainingArguments; folder: of the run, the same on every rank."""
+    """new_packs: other rows in each step; tokens are then the mean of a step. keys: further
+    TrainingArguments; folder: of the run, the same on every rank."""
     from mca_lite import DPOConfig, DPOTrainer, McaTrainer, TrainingArguments, parallel
     from mca_lite.callbacks import TrainerCallback
 
     folder, clock = folder or tempfile.mkdtemp(), Clock()
     config, profile = hf_config(shape), None
     config.save_pretrained(folder)
-    data, tokens, squares = (dataset_of_pairs if pairs else dataset)(config, s, rows, packed)
+    of_steps = steps if new_packs else 1
+    data, tokens, squares = (dataset_of_pairs if pairs else dataset)(
+        config, s, rows * of_steps, packed
+    )
     if os.environ.get("PROFILE"):
         profile = torch.profiler.profile()
     if os.environ.get("TRACE"):
@@ -507,7 +517,8 @@ def run_ours(
         clock.account = gpu_trace.account(profile)
         if name := os.environ.get("TRACE_TO"):
             profile.export_chrome_trace(f"{name}-{os.getpid()}.json.gz")
-    return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return clock, logs, tokens // of_steps, squares // of_steps
 
 
 def watch_last(left: int, profile) -> None:
