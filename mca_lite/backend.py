@@ -71,6 +71,7 @@ class Backend(abc.ABC):
         cpu.apply_on_cuda()
         kernels.switch(args.torch_compile)
         self.model = model
+        self.claim = model.claim = object()  # a later trainer of this model makes its own
         self.args = args
         self.dtype, self.precision = torch.float32, "fp32"  # for the forward pass
         if args.bf16:

@@ -76,7 +76,7 @@ class Evaluator:
         For a dict of datasets there are metrics over all sets together, without those of
         compute_metrics, and the metrics of each set, named <prefix>_<set>_<metric>."""
         trainer = self.trainer
-        if isinstance(dataset, dict):
+        if isinstance(dataset, dict) and dataset:
             parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]
             metrics = _named(functools.reduce(operator.add, [one.numbers for one in parts]), prefix)
             for one in parts:

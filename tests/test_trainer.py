@@ -420,16 +420,21 @@ def test_a_model_trains_after_a_forward_pass_in_inference_mode(model_path, tmp_p
 
 
 def test_a_dataset_without_a_length_is_refused(model_path, tmp_path):
-    assert "with a length" in world.run(with_dataset, 1, model_path, str(tmp_path))[0]
+    said = world.run(with_dataset, 1, model_path, str(tmp_path))[0]
+    assert all("with a length" in one for one in said) and "got a dict" in said[1]
 
 
-def with_dataset(path: str, out: str) -> str:
+def with_dataset(path: str, out: str) -> list[str]:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
 
     args = TrainingArguments(output_dir=out)
-    with pytest.raises(ValueError) as error:
-        McaTrainer(AutoModel.from_pretrained(path, args), args, train_dataset=iter([1])).train()
-    return str(error.value)
+    trainer = McaTrainer(AutoModel.from_pretrained(path, args), args, train_dataset=iter([1]))
+    said = []
+    for use in (trainer.train, lambda: trainer.evaluate({})):
+        with pytest.raises(ValueError) as error:
+            use()
+        said.append(str(error.value))
+    return said
 
 
 # -- callbacks
@@ -457,6 +462,32 @@ def test_a_second_trainer_is_refused_where_the_hooks_of_the_first_would_meet_it(
         for overlap in (False, True)
     ]
     assert said[0] == "both trained" and "load the model again for a second one" in said[1]
+
+
+def earlier_of_two(path: str, out: str, backend: str) -> list[str]:
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments, parallel
+    from mca_lite.model import load_torch_model
+
+    args = TrainingArguments(output_dir=out, max_steps=1, save_strategy="no")
+    parallel.initialize(args, backend == "megatron")
+    model = AutoModel.from_pretrained(path, args) if backend == "megatron" else None
+    model = model or load_torch_model(path)
+    data = tiny.samples(2)
+    first, second = (McaTrainer(model, args, train_dataset=data) for _ in range(2))
+    said = []
+    for use in (first.train, lambda: first.evaluate(data)):
+        with pytest.raises(ValueError) as error:
+            use()
+        said.append(str(error.value))
+    second.train()
+    return said
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_the_earlier_of_two_trainers_of_a_model_does_not_use_it(model_path, tmp_path, backend):
+    """Its gradients would go to the later one's buffers, and be clipped and stepped undivided."""
+    [said] = world.run(earlier_of_two, 1, model_path, str(tmp_path), backend)
+    assert len(said) == 2 and all("was made of this model later" in one for one in said)
 
 
 def record_events(path: str, out: str, **keys) -> dict:
