@@ -525,7 +525,7 @@ class DistillTrainer(ScoredTrainer):
         if not isinstance(teacher, torch.nn.Module):
             teacher = teacher()
         self._check_teacher(teacher.config)
-        self.guard.check_weights("the teacher", teacher)
+        self.check_other("the teacher", teacher)
         if self._k:
             return self.backend.wrap_reference(teacher, self._scores_of)
         adapters = [name for name, _ in teacher.named_modules() if name.endswith(_HEADS_ADAPTERS)]

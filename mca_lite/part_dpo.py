@@ -206,7 +206,7 @@ class DPOTrainer(ScoredTrainer):
         self.backend.expect_weighted_losses()
         self.ref_chunks = None
         if ref_model is not None:
-            self.guard.check_weights("the reference model", ref_model)
+            self.check_other("the reference model", ref_model)
             self.ref_chunks = self.backend.wrap_reference(ref_model)
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model

@@ -324,6 +324,16 @@ class ScoredTrainer(McaTrainer):
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= config.as_keys()
 
+    def check_other(self, what: str, model: Any) -> None:
+        """Check a model that scores samples, before it is frozen: ValueError if it is the trained
+        one, NotFiniteError for weights that are not finite. what: the model's role, for the
+        message. Collective."""
+        expect(
+            model is not self.model,
+            f"{what} is the trained model itself, which would be frozen: load it once more",
+        )
+        self.guard.check_weights(what, model)
+
     def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Hook: {configuration key: value} for keys whose values follow from the data sets'
         columns; they are checked together with the config's keys. given: the constructor's

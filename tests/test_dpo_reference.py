@@ -566,3 +566,21 @@ def test_the_log_counts_a_reference_that_runs_beside(adapted_start, tmp_path):
     assert found["model"] == (whole, whole)  # 4/3 of the model's own work
     assert found["adapter"][1] == whole < found["adapter"][0]
     assert found["cached"][1] == found["orpo"][1] == 0
+
+
+def scored_by_itself(path: str, out: str) -> list[str]:
+    from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
+    from mca_lite.part_distill import DistillConfig, DistillTrainer
+
+    args = TrainingArguments(output_dir=out)
+    model = AutoModel.from_pretrained(path, args)
+    distills = DistillTrainer(model, DistillConfig(), model, args, train_dataset=tiny.samples(2))
+    return [
+        refusal(lambda: DPOTrainer(model, DPOConfig(reference="model"), model, args)),
+        refusal(distills.train),
+    ]
+
+
+def test_the_trained_model_is_not_its_own_reference_or_teacher(adapted_start, tmp_path):
+    said = world.run(scored_by_itself, 1, adapted_start[0], str(tmp_path))[0]
+    assert all("is the trained model itself, which would be frozen" in one for one in said)
