@@ -89,14 +89,17 @@ class EachDataset(TrainerCallback):
         (sum, count). Zeros if the batch lacks the dataset index, as in an evaluation.
 
         labels, losses: as in trainer.terms, [b, s] for tokens or [n] for n samples. labels: int64
-        with IGNORE_INDEX for a loss that does not count, or a mask of those that do. For
-        multi-token prediction, labels are part_mtp.Targets, and losses are [b, s, 1 + layers].
+        with IGNORE_INDEX for a loss that does not count, or a mask of what counts, and then all of
+        `losses` is summed. For multi-token prediction, labels are part_mtp.Targets, and losses are
+        [b, s, 1 + layers].
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
             losses = losses[..., 0]
-        counted = labels != IGNORE_INDEX if labels.dtype == torch.int64 else labels
-        pairs = torch.stack([losses * counted, counted]).double()
+        if labels.dtype == torch.int64:
+            labels = labels != IGNORE_INDEX
+            losses = losses * labels
+        pairs = torch.stack([losses, labels]).double()
         if COLUMN not in batch:
             return pairs.new_zeros(len(self.keys), 2)
         ranks, rank, *_ = backend.context_parallel

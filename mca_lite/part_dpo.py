@@ -466,7 +466,7 @@ class DPOTrainer(ScoredTrainer):
         metrics of 0. Stores (the mask of "loss", the losses without gradients) as `terms`."""
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
-        self.terms = (masks["loss"], losses.detach())
+        self.terms = (masks["loss"], losses.detach() * masks["loss"])
         # context-parallel ranks have equal values, and metrics are summed over all ranks: count one
         is_counted = self.backend.context_parallel[1] == 0
         metrics = {

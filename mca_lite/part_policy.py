@@ -40,7 +40,7 @@ import torch
 
 from .errors import expect
 from .files import IGNORE_INDEX
-from .part_session import Tokens
+from .part_session_loss import Tokens
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 
 

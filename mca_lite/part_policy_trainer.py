@@ -20,7 +20,8 @@ from .files import cache_folder
 from .part_policy import Policy, group_advantages, sampler_weights
 from .part_policy_keys import POLICY_METRICS, RECORD_COLUMNS, loss_of_stage
 from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model, trained, trained_counts
-from .part_session import SampleLoss, Session, reads_logits, with_columns
+from .part_session import Session, with_columns
+from .part_session_loss import SampleLoss, check_dropout, reads_logits
 from .tables import SESSION_COLUMNS, function_of, other_columns
 
 
@@ -83,6 +84,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         ScoredTrainer.__init__(self, model, train_config, args, **kwargs)
         self.backend.expect_weighted_losses()
         self.loss = self.train_config
+        check_dropout(self.model, self.backend.finetuning, self.loss)
         self.row_type = np.dtype([("logps", np.float32, (2,))])  # the model's, the reference's
 
     # -- a run of the command line

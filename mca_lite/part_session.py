@@ -17,8 +17,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ import torch
 from . import ckpt, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batch import Batch, in_documents
+from .batch import Batch
 from .data_batches import (
     BatchPlan,
     Collator,
@@ -39,11 +38,11 @@ from .data_batches import (
 )
 from .errors import expect
 from .files import IGNORE_INDEX, PathLike
-from .loss_tokens import Logits
 from .model import VirtualModels
+from .part_session_loss import GivenGradient, Plain, SampleLoss, WithEntropy, check_dropout, loss_of
 from .part_session_weights import Weights
-from .step import arrange, arrange_step, forward_step, measure, new_numbers, scattered
-from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, is_of_inputs
+from .step import arrange_step, forward_step, inputs_of, measure, new_numbers, scattered
+from .tables import SESSION_COLUMNS, function_of, is_of_inputs
 from .trainer_events import Phases, check_given
 
 Samples: TypeAlias = Sequence[Mapping[str, Any]]  # columns by name, or documents of them
@@ -75,269 +74,6 @@ class Step(NamedTuple):
 
 
 _ALL = ("model", "optimizer", "grad")  # the kinds of tensors that a Session can move
-_DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "_pdrop", "dropout")
-
-
-# -- losses
-
-
-@dataclass
-class Tokens:
-    """The inputs of a loss: this rank's tokens of a micro-batch. Tensors are [b, s].
-
-    logps: float32, log-probability of each label, 0 where there is no label.
-    is_trained: bool, True where there is a label.
-    lengths: float32, for each trained token the number of trained tokens in its sample.
-    is_first: bool, True for the first trained token of each sample.
-    columns: {name: values} of the columns that the loss reads and the samples have; 0 where there
-    is no label.
-    entropy: of the next-token distribution; None unless the loss sets wants_entropy.
-    sum_samples: function of values [b, s] that gives each trained token its sample's sum, on all
-    context-parallel ranks; call sum_of_sample instead, which leaves out tokens without a label."""
-
-    logps: torch.Tensor
-    is_trained: torch.Tensor
-    lengths: torch.Tensor
-    is_first: torch.Tensor
-    columns: dict[str, torch.Tensor]
-    entropy: torch.Tensor | None
-    sum_samples: Callable[[torch.Tensor], torch.Tensor]
-
-    def sum_of_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """For each trained token, the sum of values [b, s] over those of its sample, over all
-        context-parallel ranks. The sums have no gradient, because the gradient through other ranks'
-        tokens would be lost. Collective over the context-parallel group."""
-        return self.sum_samples(values.detach().masked_fill(~self.is_trained, 0.0))
-
-
-@dataclass(kw_only=True)
-class CrossEntropy:
-    """Cross entropy of each label, times the column sampler_weight if samples have it. An example
-    of the classes in the table SESSION_LOSSES.
-
-    Such a class is a dataclass whose fields are the loss's parameters, with these attributes:
-    columns: sample columns that the loss reads. required: columns that every sample must have.
-    metrics: names of metrics beside "loss": means over trained tokens, or over samples for names in
-    of_answers.
-    counts: what an update divides by: "tokens" with a label, "answers" (samples with a label), or
-    "one". times: a factor on that count.
-    temperature: divides the logits.
-    wants_entropy: True to get Tokens.entropy.
-    refuses_dropout: True if the loss compares log-probabilities of two passes.
-    terms(tokens: Tokens): returns (summands of the loss [b, s], {metric: values [b, s]})."""
-
-    name: str = "cross_entropy"
-    temperature: float = 1.0
-    columns: ClassVar[tuple[str, ...]] = ("sampler_weight", "temperature")
-    required: ClassVar[tuple[str, ...]] = ()
-    metrics: ClassVar[tuple[str, ...]] = ()
-    of_answers: ClassVar[tuple[str, ...]] = ()
-    counts: ClassVar[str] = "tokens"
-    times: ClassVar[float] = 1.0
-    wants_entropy: ClassVar[bool] = False
-    refuses_dropout: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        expect(0 < self.temperature < math.inf, f"temperature {self.temperature}: expected above 0")
-
-    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -tokens.logps * tokens.columns.get("sampler_weight", 1.0), {}
-
-
-class _Plain(CrossEntropy):
-    """Cross entropy that ignores the samples' sampler_weight."""
-
-    columns = ("temperature",)
-
-
-class _WithEntropy(_Plain):
-    """Cross entropy for passes that also ask for the next-token distribution's entropy: results per
-    token are [n, 2], log-probability and entropy."""
-
-    wants_entropy = True
-
-
-class _GivenGradient(CrossEntropy):
-    """A loss whose gradient is given: its derivative with respect to each label's log-probability
-    is minus the column sampler_weight. For Session.forward_backward_custom."""
-
-    counts = "one"
-    refuses_dropout = True
-
-
-def loss_of(name: str, numbers: dict[str, Any]) -> Any:
-    """Make the loss that a Session's caller names: an instance of its class in SESSION_LOSSES.
-    name: the loss's name there, such as "cross_entropy". numbers: the loss's parameters, such as
-    {"clip_low": 0.1}. ValueError for an unknown loss or parameter."""
-    expect(name in SESSION_LOSSES, f"loss {name!r}: expected one of {', '.join(SESSION_LOSSES)}")
-    row = function_of(SESSION_LOSSES[name])
-    known = [field.name for field in fields(row) if field.name != "name"]
-    unknown = sorted(numbers.keys() - {*known})
-    expect(not unknown, f"{name} has no {', '.join(unknown)}: expected {', '.join(known)}")
-    return row(name=name, **numbers)
-
-
-def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
-    """Cross entropy [n] of n labels, at a temperature. logits: a Logits (this rank's logits of n
-    tokens). The logits are divided by the batch's column "temperature" if it has one, otherwise by
-    `temperature`. with_entropy True: [n, 2], cross entropy and the distribution's entropy.
-    Collective over the tensor-parallel group."""
-    divisor: Any = temperature
-    if "temperature" in logits.batch:
-        divisor = logits.take(logits.batch["temperature"])[:, None]
-    values = logits.values / divisor
-    whole = logits.logsumexp(values)
-    losses = whole - logits.of_tokens(logits.labels[:, None], values)[:, 0]
-    if not with_entropy:
-        return losses
-    probabilities = (values - logits.spread(whole)[:, None]).exp()
-    return torch.stack([losses, whole - logits.sum((probabilities * values).sum(1))], 1)
-
-
-def reads_logits(loss: Any) -> bool:
-    """True if a loss cannot use the model's plain cross entropy, because it has a temperature other
-    than 1 or needs the entropy. loss: the loss, such as a CrossEntropy."""
-    return loss.temperature != 1.0 or loss.wants_entropy
-
-
-@dataclass(eq=False)
-class SampleLoss:
-    """The objective of one Session call, with the hooks of a trainer: it arranges batches of
-    samples for the model, and turns token losses into the loss. PolicyTrainer inherits from it, and
-    sets backend, args (TrainingArguments) and loss.
-
-    loss: the loss, such as a CrossEntropy.
-    ends: int64 [N + 1], borders in the numbering of the call's trained tokens: sample i has the
-    numbers ends[i] to ends[i + 1] - 1, which are in the batch column token_number. None: tokens are
-    numbered within each micro-batch.
-    routes: a part_routes.Routes that replays or records the chosen experts, or None.
-    tokens: number of trained tokens in the call, over all replicas."""
-
-    backend: Any
-    args: Any
-    loss: Any
-    ends: np.ndarray | None = None
-    routes: Any = None
-    tokens: int = 0
-    _loss_of_logits: Callable[..., Any] | None = None
-    terms: Any = None  # see McaTrainer
-
-    @property
-    def metrics_keys(self) -> list[str]:
-        return ["loss", *self.loss.metrics]
-
-    def _arrange(self, batch: Batch) -> Batch:
-        """Arrange a collated batch for the model. Adds "ends": self.ends, or for each document of
-        the batch at which number its trained tokens begin and end; "answers", the number of samples
-        with a label; and unless self.ends is given "token_number" [rows, s], which numbers trained
-        tokens (-1: no label)."""
-        loss = self.loss
-        if "temperature" in batch or reads_logits(loss):
-            self._loss_of_logits = functools.partial(
-                _losses_of_logits, loss.temperature, loss.wants_entropy
-            )
-        batch = arrange(self.backend, self.args, batch)
-        is_trained = batch["labels"] != IGNORE_INDEX
-        ends = self.ends
-        if ends is None:
-            counts = in_documents(batch, is_trained.long())
-            ends = np.cumsum([0, *counts.tolist()])
-            numbers = is_trained.flatten().cumsum(0).view_as(batch["labels"]) - 1
-            batch["token_number"] = numbers.where(is_trained, -1)
-        batch["ends"] = torch.from_numpy(ends)
-        return batch | {"answers": int(_firsts(batch, is_trained).sum())}
-
-    def _count_of_loss(self, batch: Batch) -> float:
-        if self.loss.counts == "answers":
-            return batch["answers"]
-        labels = int((batch["labels"] != IGNORE_INDEX).sum())
-        if self.loss.counts == "tokens":
-            return labels
-        return labels / self.tokens if self.tokens else 0
-
-    def _pre_compute_loss(self, batch: Batch, inputs: dict[str, Any]) -> Callable[..., Any]:
-        if self.routes is not None:
-            self.routes.expect(batch, inputs)
-        if torch.is_grad_enabled() and self.ends is not None:  # a trainer weighs whole steps
-            count = self._count_of_loss(batch) * self.loss.times
-            self.backend.weigh_router_loss(count, inputs)
-        return functools.partial(self._post_compute_loss, inputs["labels"], batch)
-
-    def _post_compute_loss(
-        self, labels: Any, batch: Batch, losses: torch.Tensor
-    ) -> tuple[Any, ...]:
-        """Token losses [b, s] -> (sum of the loss's terms, count int32, {metric: (sum, count)}).
-        count: trained tokens, or samples with one, as the loss counts; 0 for a loss that counts
-        "one". With entropy, losses are [b, s, 2], the first of them cross entropy; with multi-token
-        prediction [b, s, 1 + layers] or [b, s, 1 + layers, 2]. The metric "logps" is (numbers of
-        this rank's trained tokens, their log-probabilities; for _WithEntropy with their entropies,
-        [n, 2])."""
-        if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
-            labels = labels.labels
-            losses = losses[:, :, 0]
-        entropy = None
-        if losses.dim() == 3:
-            losses, entropy = losses.unbind(-1)
-        is_trained = labels != IGNORE_INDEX
-        tokens = self._tokens(batch, -losses, is_trained, entropy)
-        terms, values = self.loss.terms(tokens)
-        terms = terms.masked_fill(~is_trained, 0.0)
-        self.terms = (
-            tokens.is_first if self.loss.counts == "answers" else is_trained,
-            terms.detach(),
-        )
-        total = terms.sum()
-        trained = is_trained.sum()
-        answers = tokens.is_first.sum()
-        count = {"tokens": trained, "answers": answers, "one": trained * 0}[self.loss.counts]
-        # megatron divides `total` in place afterwards
-        per = trained if self.loss.counts == "one" else count
-        of_loss = torch.stack([total.detach().clone(), per.float()])
-        metrics: dict[str, Any] = {"loss": of_loss}
-        for name in self.loss.metrics:
-            metrics[name] = of_loss.new_zeros(2)
-            kept = tokens.is_first if name in self.loss.of_answers else is_trained
-            if name in values:
-                summed = values[name].detach().masked_fill(~kept, 0.0).sum()
-                metrics[name] = torch.stack([summed, kept.sum().float()])
-        results = tokens.logps
-        if isinstance(self.loss, _WithEntropy):
-            results = torch.stack([results, entropy], -1)
-        metrics["logps"] = (batch["token_number"][is_trained], results.detach()[is_trained])
-        return total, count.int(), metrics
-
-    def _tokens(
-        self,
-        batch: Batch,
-        logps: torch.Tensor,
-        is_trained: torch.Tensor,
-        entropy: torch.Tensor | None,
-    ) -> Tokens:
-        numbers = batch["token_number"]
-        ends = batch["ends"].to(numbers.device)
-        count = len(ends) - 1
-        sample = torch.bucketize(numbers.clamp(min=0), ends[1:], right=True).clamp(max=count - 1)
-
-        def sum_samples(values: torch.Tensor) -> torch.Tensor:
-            sums = values.new_zeros(count).index_add(0, sample.flatten(), values.flatten())
-            return self.backend.sum_over_context_parallel(sums)[sample]
-
-        return Tokens(
-            logps,
-            is_trained,
-            ends.diff()[sample].float(),
-            _firsts(batch, is_trained),
-            {name: batch[name] for name in self.loss.columns if name in batch},
-            entropy,
-            sum_samples,
-        )
-
-
-def _firsts(batch: Batch, is_trained: torch.Tensor) -> torch.Tensor:
-    """bool [b, s]: True for the first trained token of each sample. batch: arranged. is_trained:
-    bool [b, s], True at labels."""
-    numbers = batch["token_number"]
-    return torch.isin(numbers, batch["ends"].to(numbers.device)) & is_trained
 
 
 # -- samples
@@ -479,7 +215,7 @@ class Session:
     sample.
 
     Call each method on every rank, with the same arguments; only with own=True may samples differ.
-    Layers for multi-token prediction get no gradient."""
+    Layers for multi-token prediction are frozen, and no pass runs them."""
 
     def __init__(
         self,
@@ -494,6 +230,9 @@ class Session:
             args.calculate_per_token_loss,
             "calculate_per_token_loss: false: a Session adds the gradients of sums: set it to true",
         )
+        for chunk in model.children():
+            if hasattr(chunk, "mtp"):
+                chunk.mtp.requires_grad_(False)
         if backend is None:
             parallel.start_process_group(args.ddp_timeout)
             is_megatron = isinstance(model, VirtualModels)
@@ -507,7 +246,7 @@ class Session:
         backend.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
         backend.expect_weighted_losses()
         self._limits = Limits.of(backend.hf_config or {})
-        self._counts: set[tuple[str, float]] = set()  # (counts, times) of the pending calls' losses
+        self._counts: list[tuple[str, float]] = []  # (counts, times) of the pending calls' losses
         # True after a call with last=True, or a pass that failed, until the update or discard()
         self._is_closed = False
 
@@ -536,7 +275,7 @@ class Session:
             "base=True: the weights of the model itself are in training, so that the model before "
             "it is gone: call log_probs() before the first update, and give it as ref_logp",
         )
-        loss = (_WithEntropy if entropy else _Plain)(temperature=temperature)
+        loss = (WithEntropy if entropy else Plain)(temperature=temperature)
         as_it_was = finetuning.without(self.model) if base else contextlib.nullcontext()
         with as_it_was:
             return self._run(samples, loss, False, own=own, refuses_more=False).logps
@@ -551,7 +290,7 @@ class Session:
             [{k: one[k] for k in one if k != "routes"} for one in documents_of(sample)]
             for sample in samples
         ]
-        self._run(without, _Plain(), False, refuses_more=False, routes=routes)
+        self._run(without, Plain(), False, refuses_more=False, routes=routes)
         return routes.recorded()
 
     def forward(self, samples: Samples, loss: str = "cross_entropy", **numbers: Any) -> Output:
@@ -600,7 +339,7 @@ class Session:
             {**_only_document(sample), "sampler_weight": -gradient}
             for sample, gradient in zip(samples, gradients, strict=True)
         ]
-        row = _GivenGradient(name="custom")
+        row = GivenGradient(name="custom")
         found = self._run(weighted, row, True, last)
         return Output(found.logps, {"loss": float(loss.detach()), **metrics}, {})
 
@@ -625,7 +364,8 @@ class Session:
         )
         self.backend.expect_here("a pass", *_ALL if trains else ("model",))
         if trains:
-            self._begin_training(loss)
+            check_dropout(self.model, self.backend.finetuning, loss)
+            self._need_optimizer()
         call = self._agreed(samples, loss, own, refuses_more, repr((loss, trains, last, own)))
         if routes is None and any("routes" in document for document in call.documents):
             routes = function_of("part_routes:Routes")(self.backend)
@@ -634,40 +374,33 @@ class Session:
         objective = SampleLoss(self.backend, self.args, loss, call.ends, routes, call.tokens)
         batches = self._batches(call.rows, own)
         batches = arrange_step(self.backend, objective, batches, call.num_batches)
-        run = functools.partial(forward_step, self.backend, self.args, objective)
+        run = functools.partial(
+            forward_step, self.backend, self.args, objective, to_inputs=self._inputs_of
+        )
         with routes or contextlib.nullcontext():
             if trains:
                 self.backend.train_mode(True)
-                counts = self._counts | {(loss.counts, loss.times)}
-                self._counts = set()
+                counts = [*self._counts, (loss.counts, loss.times)]
+                self._counts = []
                 self._is_closed = True  # if the pass fails
                 found = self.backend.add_gradients(run, batches, last)
                 self._counts = counts
                 self._is_closed = last
             else:
                 found = measure(self.backend, run, batches)
-        width = (2,) if isinstance(loss, _WithEntropy) else ()
+        width = (2,) if isinstance(loss, WithEntropy) else ()
         logps = self._gathered([metrics.pop("logps") for metrics in found], call, width)
         numbers = new_numbers(objective, found).over_ranks(self.backend)
         pairs = numbers.vector[: 2 * len(numbers.keys)].view(-1, 2).tolist()
         sums = dict(zip(numbers.keys, map(tuple, pairs), strict=True))
         return Output(logps, numbers.means(), sums)
 
-    def _begin_training(self, loss: Any) -> None:
-        """Make ready for a pass with gradients: create the optimizer if there is none. ValueError
-        if the model has dropout and the loss compares log-probabilities of two passes. loss: the
-        loss, such as a CrossEntropy."""
-        config = self.model.config
-        text = getattr(config, "text_config", config)  # transformers' model may see pictures too
-        named = vars(text) | vars(getattr(self.backend.finetuning, "spec", Step))
-        rates = [f"{name} {named[name]}" for name in named if name.endswith(_DROPOUTS)]
-        rates = [rate for rate in rates if rate.split()[1] not in ("0", "0.0", "None")]
-        expect(
-            not (loss.refuses_dropout and rates),
-            f"{', '.join(rates)}: {loss.name} compares log-probabilities of two passes, which "
-            "would differ by it: set it to 0",
-        )
-        self._need_optimizer()
+    def _inputs_of(self, batch: Batch) -> dict[str, Any]:
+        """The model's keyword arguments for an arranged micro-batch, as inputs_of() of step.py
+        makes them; with multi-token prediction, without the targets of its layers."""
+        inputs = inputs_of(self.backend, batch)
+        inputs["labels"] = getattr(inputs["labels"], "labels", inputs["labels"])
+        return inputs
 
     def _need_optimizer(self) -> None:
         if self.backend.optimizer is None:
@@ -772,16 +505,26 @@ class Session:
         Returns a Step. Collective.
 
         Arguments that are None, except denominator, come from args. max_grad_norm 0 or inf: no
-        clipping. denominator: the divisor; None: the count that the losses define, over all samples
-        and ranks. ValueError without added gradients; if their losses divide by different counts,
-        and denominator is None; if ranks have different arguments; and for numbers out of range."""
-        counts = self._counts
+        clipping. denominator: the divisor, of the routers' balancing losses too; None: the count
+        that the losses define, over all samples and ranks. ValueError without added gradients; if
+        their losses divide by different counts, and denominator is None; if balancing losses are
+        on, and the losses divide by different counts, or count "one" in several calls or with a
+        denominator; if ranks have different arguments; and for numbers out of range."""
+        counts = set(self._counts)
         expect(counts, "optim_step without gradients: call forward_backward first")
         words = sorted(f"{count} times {times:g}" for count, times in counts)
         expect(
             len(counts) == 1 or denominator is not None,
             f"the calls of this update divide by different counts, {', '.join(words)}: one update "
             "has one denominator: divide in the samples, and give denominator=1",
+        )
+        ones = [kind for kind, _ in self._counts].count("one")
+        has_weight = len(counts) == 1 and (not ones or (ones == 1 and denominator is None))
+        expect(
+            has_weight or not self._balances(),
+            f"the routers' balancing losses have no weight beside {len(self._counts)} calls that "
+            f"divide by {', '.join(words)}, with denominator {denominator}: make one call whose "
+            "loss is a mean, or set moe_aux_loss_coeff and moe_z_loss_coeff to 0",
         )
         expect(
             denominator is None or denominator > 0,
@@ -812,10 +555,14 @@ class Session:
         )
         self.backend.clip_at(_first(max_grad_norm, args.max_grad_norm))
         divisor = self.backend.finish_gradients(denominator, times)
-        self._counts = set()
+        self._counts = []
         self._is_closed = False
         updated, grad_norm, _ = self.backend.step()
         return Step(grad_norm, not updated, float(divisor))
+
+    def _balances(self) -> bool:
+        """True if the model's routers add balancing losses."""
+        return self.backend.statistics_of_routers is not None and self.backend.losses_of_routers.on
 
     def _set_groups(self, **numbers: Any) -> None:
         """Set numbers of the optimizer for the coming update, such as lr=1e-5. In a parameter group
@@ -882,7 +629,7 @@ class Session:
         An error in a backward pass that reduces gradients (last=True, with overlap_grad_reduce or
         torch DDP) cannot be put right: later passes then raise errors."""
         self.backend.discard_gradients()
-        self._counts = set()
+        self._counts = []
         self._is_closed = False
 
 

@@ -132,7 +132,7 @@ PARTS = {
         "distill_temperature:1.0 distill_ce_weight:0.0",
         needs="scores",
     ),
-    "session": Part("part_session part_session_weights"),
+    "session": Part("part_session part_session_loss part_session_weights"),
     "policy": Part(
         "part_policy_keys part_policy part_policy_data part_policy_trainer",
         "policy_loss clip_low clip_high dual_clip delta cispo_max tau_pos tau_neg constant kl_coef "

@@ -352,10 +352,10 @@ register_objective("sft", records=CONVERSATIONS)
 TEACHER_KEY = "teacher_model_name_or_path"
 
 
-# name of a Session's loss -> its class; part_session.CrossEntropy shows the interface
+# name of a Session's loss -> its class; part_session_loss.CrossEntropy shows the interface
 _POLICIES = "ppo grpo dapo dr_grpo cispo gspo sapo reinforce importance_sampling opd"
 SESSION_LOSSES: dict[str, Any] = {
-    "cross_entropy": "part_session:CrossEntropy",
+    "cross_entropy": "part_session_loss:CrossEntropy",
     **dict.fromkeys(_POLICIES.split(), "part_policy:Policy"),
 }
 

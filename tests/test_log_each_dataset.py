@@ -110,14 +110,14 @@ def by_hand(folder: str) -> dict:
 
     model, second = (model_of(f"{folder}/{name}") for name in ("model", "second"))
     found = {}
-    for name in ("sft", "packed", "pt", "dpo", "dpo packed", "kto", "rm"):
+    for name in ("sft", "packed", "pt", "dpo", "dpo packed", "kto", "rm", "grpo"):
         words = f"{BASE} {RUNS[name]}".format(folder=folder, name="hand").split()
         last = {word.partition("=")[0]: word for word in words}
         shards = samples_of(make_plan(parse_args(list(last.values()))).data.train).shards
         sets = [[shard.documents(row) for row in range(len(shard))] for shard in shards]
         found[name] = []
         for samples in sets:
-            if name in ("kto", "rm"):
+            if name in ("kto", "rm", "grpo"):
                 found[name].append((None, len(samples)))
                 continue
             if name.startswith("dpo"):

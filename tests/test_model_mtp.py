@@ -826,16 +826,32 @@ def test_a_run_whose_loss_cannot_look_ahead_is_refused_before_it_starts(word, pa
     assert parse_args([*words, "mtp_num_layers=0"])
 
 
-def entropies(path: str, count: int) -> list:
+def of_a_session(path: str, count: int, keys: dict) -> tuple:
+    """(entropies, gradient norms of two updates with weight decay, largest change of a prediction
+    layer's weight)"""
     from mca_lite import AutoModel, Session
 
-    args = arguments(mtp_num_layers=count)
-    session = Session(AutoModel.from_pretrained(path, args), args)
+    args = arguments(mtp_num_layers=count, per_device_train_batch_size=1, **keys)
+    model = AutoModel.from_pretrained(path, args)
+    session = Session(model, args)
+    weights = {name: p for name, p in model.named_parameters() if name.startswith("mtp.")}
+    before = {name: p.detach().clone() for name, p in weights.items()}
     samples = [dict(input_ids=[1, 2, 3], labels=[-100, 3, 4]), dict(input_ids=[5], labels=[6])]
-    return [values.tolist() for values in session.log_probs(samples, entropy=True)]
+    found = [values.flatten().tolist() for values in session.log_probs(samples, entropy=True)]
+    norms = []
+    for _ in range(2):
+        session.forward_backward(samples, "cross_entropy")
+        norms.append(session.optim_step(lr=1e-2, weight_decay=0.1).grad_norm)
+    changes = [float((p - before[name]).abs().max()) for name, p in weights.items()]
+    return found, norms, max(changes, default=0.0)
 
 
-def test_a_session_gives_entropies_of_a_model_with_extra_layers(path):
-    [found] = world.run(entropies, 1, path, COUNT)
-    [wanted] = world.run(entropies, 1, path, 0)
-    assert found == wanted
+@pytest.mark.parametrize("keys", [{}, PP2], ids=["one", "pp2"])
+def test_a_session_trains_a_model_without_its_extra_layers(path, keys):
+    ranks = 2 if keys else 1
+    [entropies, norms, change] = world.run(of_a_session, ranks, path, COUNT, keys)[-1]
+    [wanted, norms_without, _] = world.run(of_a_session, 1, path, 0, {})[0]
+    assert change == 0.0
+    for one, other in zip(entropies, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert norms == pytest.approx(norms_without, rel=1e-5)

@@ -10,6 +10,7 @@ import torch
 from tests.shared import session_tools, tiny_moe, world
 from tests.shared.layouts import FULL, PP2
 from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
+from tests.shared.training import refusal
 
 CP2_PACKED = LAYOUTS["cp2_packed"]
 TOKENS, ANSWERS = 28, 7  # with a label; samples with such a token
@@ -183,7 +184,7 @@ def squared(tokens, numbers):
 def metrics_and_refusals(folder: str) -> dict:
     from mca_lite import register_policy_loss
     from mca_lite.part_policy import Policy
-    from tests.shared.training import refusal
+    from mca_lite.part_policy_trainer import PolicyConfig, PolicyTrainer
 
     register_policy_loss("squared", squared, counts="answers", is_mean=True)
     oracle = torch.load(f"{folder}/oracle.pt", weights_only=False)
@@ -209,6 +210,8 @@ def metrics_and_refusals(folder: str) -> dict:
     session.discard()
     dropping = session_tools.new_session(folder, attention_dropout=0.1)
     found["dropout"] = refusal(dropping.forward_backward, short, "ppo")
+    of_run = PolicyConfig(name="ppo"), dropping.args
+    found["dropout of a run"] = refusal(PolicyTrainer, dropping.model, *of_run)
     return found
 
 
@@ -240,6 +243,7 @@ def test_metrics_a_registered_row_and_refusals(oracle):
         "counts": "counts 'samples': expected one of tokens, answers, one",
         "two": "one update has one denominator",
         "dropout": "attention_dropout 0.1: ppo compares log-probabilities of two passes",
+        "dropout of a run": "attention_dropout 0.1: ppo compares log-probabilities of two passes",
     }
     assert not {name: found[name] for name in words if words[name] not in found[name]}
 
@@ -265,6 +269,32 @@ def test_balancing_losses_are_weighed_alike_by_all_denominators(tmp_path):
     [found] = world.run(norms_of_balancing, 1, str(tmp_path))
     for first, *others in found.values():
         assert first > 1e-3 and others == pytest.approx(3 * [first], rel=1e-5)
+
+
+def unweighed_balancing(folder: str) -> dict[str, str]:
+    """{calls: what optim_step says} where the balancing losses' weight depends on the calls."""
+    samples = [dict(input_ids=[1, 2], labels=[2, 3], advantage=1.0)] * 2
+    session = session_tools.new_session(folder, moe_aux_loss_coeff=0.5)
+
+    def said(*names: str, **numbers) -> str:
+        for name in names:
+            session.forward_backward(samples, name)
+        words = refusal(session.optim_step, **numbers)
+        session.discard()
+        return words
+
+    return {
+        "two sums": said("importance_sampling", "importance_sampling"),
+        "a sum with a denominator": said("importance_sampling", denominator=4),
+        "two kinds": said("ppo", "grpo", denominator=1),
+        "one of each, as always": said("ppo", "ppo", denominator=4) + said("importance_sampling"),
+    }
+
+
+def test_balancing_losses_without_a_weight_of_their_own_are_refused(tmp_path):
+    tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
+    *refused, usual = world.run(unweighed_balancing, 1, str(tmp_path))[0].values()
+    assert all("balancing losses have no weight" in words for words in refused) and not usual
 
 
 def norms_in_a_pipeline(folder: str) -> list[float]:
@@ -333,7 +363,7 @@ def test_a_formula_that_gives_no_term_for_each_token_is_refused(oracle):
     [dict(constant=-1), dict(constant=8, clip_low=float("nan")), dict(constant=8, delta=-1.0)],
 )
 def test_numbers_of_a_loss_outside_their_range_are_refused(numbers):
-    from mca_lite.part_session import loss_of
+    from mca_lite.part_session_loss import loss_of
 
     with pytest.raises(ValueError, match="expected a number"):
         loss_of("dr_grpo", numbers)
