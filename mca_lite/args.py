@@ -163,8 +163,8 @@ class DataArguments(ArgumentGroup):
     )
     end_of_answer: list[str] = arg(
         [],
-        "tokens, one of which ends each answer where the template writes nothing after it: the one "
-        "that follows (GLM: <|user|>, <|observation|>), else the first, which is written",
+        "tokens that end an answer if the template writes nothing after it: the one that follows "
+        "it (GLM: <|user|>, <|observation|>), otherwise the first, which is added",
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
     pair_weight: str | None = optional(
@@ -290,7 +290,7 @@ class TrainingArguments(ArgumentGroup):
     dataloader_num_workers: int = amount(0, "data loading processes on each rank", high=256)
     ddp_timeout: int = count(1800, "timeout of collectives in seconds", high=10**9)
     hang_timeout: int = count(
-        300, "seconds without progress before ranks are named: at most ddp_timeout / 2"
+        300, "seconds without progress before late ranks are named: at most ddp_timeout / 2"
     )
 
     # optimizer and schedule
@@ -753,7 +753,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
 # -- words and files
 
 _FILE_SUFFIXES = (".yaml", ".yml", ".json")
-_IN_GROUPS = "keys stand side by side, in no groups"
+_IN_GROUPS = "keys must be at the top level, not in groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:

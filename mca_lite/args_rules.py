@@ -132,7 +132,7 @@ def check_data(a: Keys, judge: Judge) -> None:
     judge.expect(
         {"role", "content"}.isdisjoint(a.ignore_message_keys),
         "ignore_message_keys",
-        "a message is nothing without role and content",
+        "a message needs its role and content",
         "the names of other keys",
     )
     judge.expect(

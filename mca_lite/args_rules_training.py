@@ -461,7 +461,7 @@ def parse_steps(text: str) -> tuple[int, int]:
         first, last = map(int, text.split("-") if "-" in text else (text, text))
         if 1 <= first <= last:
             return first, last
-    raise ValueError(f"{text!r} are no steps, expected something like 10-12 or 10")
+    raise ValueError(f"{text!r} is not a range of steps: expected 10-12 or 10, for example")
 
 
 def _kwargs_of(schedule: str) -> dict[str, Any]:

@@ -361,7 +361,7 @@ class Checkpoints:
         parallel.on_all(
             lambda: load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"]),
             CheckpointError,
-            f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint",
+            f"{folder / TRAINING_NAME}: loss_scales are invalid: use another checkpoint",
         )
         state.max_steps = trainer.state.max_steps
         state.num_train_epochs = trainer.state.num_train_epochs
@@ -548,7 +548,7 @@ def load_model(folder: PathLike, backend: Any, with_optimizer: bool = False) -> 
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:
-        raise CheckpointError(f"{folder} has weights alone: load it with_optimizer=False")
+        raise CheckpointError(f"{folder} has only weights: pass with_optimizer=False")
     backend.load_state(Path(folder), with_optimizer)
 
 

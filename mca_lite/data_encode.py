@@ -296,7 +296,7 @@ class Encoder:
                 try:
                     if values and self.joins:
                         raise ValueError(
-                            f"{current}: the record or its dataset has {list(values)}, and texts "
+                            f"{current}: the record or its dataset has {list(values)}, but texts "
                             "are joined: set packing: false"
                         )
                     texts = self._render(current, content, tally)
@@ -573,8 +573,8 @@ def encode_all(
     except BrokenProcessPool as error:
         raise ValueError(
             "a tokenising process died: a script must start its run below "
-            "`if __name__ == '__main__':`, and without that only trains with "
-            "preprocessing_num_workers: 1, which takes less memory too"
+            "`if __name__ == '__main__':`; otherwise, or for less memory, set "
+            "preprocessing_num_workers: 1"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -261,7 +261,7 @@ def _declared(
 
 def _check_names(given: dict[str, Any], kinds: dict[str, type], here: str) -> None:
     for name in given:
-        expect(name in kinds, f"{here}: no use for {name!r}: expected {', '.join(kinds)}")
+        expect(name in kinds, f"{here}: unknown key {name!r}: expected {', '.join(kinds)}")
         get_column(given, name, here, kinds[name])
 
 

@@ -87,7 +87,7 @@ def refuse_margin(record: Any, where: str) -> None:
     has_margin = isinstance(record, dict) and record.get("margin") is not None
     expect(
         not has_margin,
-        f"{where}: the column 'margin' is there, which TRL's RewardTrainer subtracts from the "
+        f"{where}: the column 'margin' would be ignored; TRL's RewardTrainer subtracts it from the "
         "difference of the scores: set pair_margin: margin, or remove the column",
     )
 
@@ -606,8 +606,8 @@ def _refuse_other_kinds(record: dict[str, Any], has_opinions: bool, where: str) 
         kinds = bool if column == "label" else (bool, int, float)
         expect(
             not isinstance(record.get(column), kinds),
-            f"{where}: the column {column!r} says whether an answer is good, and every "
-            "answer would be trained: set stage: kto, or keep the good ones without the column",
+            f"{where}: the column {column!r} says whether an answer is good, but bad ones would "
+            "be trained too: set stage: kto, or keep only good records, without the column",
         )
 
 

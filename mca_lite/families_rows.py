@@ -297,27 +297,27 @@ _CONSTANTS = dict(
 
 _UNSET = (None, False, 0)
 GELU = "gelu_pytorch_tanh"
-_WITHOUT = "a bias on o_proj is not built for this family: convert the model to one without"
+_WITHOUT = "a bias on o_proj is not supported for this family: convert the model to one without"
 REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu", "swish"), "only silu (swiglu) is built"),
-    "hidden_activation": ((GELU,), f"only {GELU} (geglu) is built"),
+    "hidden_act": (("silu", "swish"), "only silu (swiglu) is supported"),
+    "hidden_activation": ((GELU,), f"only {GELU} (geglu) is supported"),
     "attention_out_bias": (_UNSET, _WITHOUT),
     "attention_bias": (_UNSET, _WITHOUT),
-    "use_bias": (_UNSET, "biases on every matrix are not built"),
-    "use_bidirectional_attention": (_UNSET, "only causal attention is built"),
-    "mlp_bias": (_UNSET, "biases in the MLP are not built"),
+    "use_bias": (_UNSET, "biases on every matrix are not supported"),
+    "use_bidirectional_attention": (_UNSET, "only causal attention is supported"),
+    "mlp_bias": (_UNSET, "biases in the MLP are not supported"),
     "layer_types": ((None,), "transformers gives all layers of this model one type"),
-    "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
-    "clip_qkv": (_UNSET, "clipping of queries, keys and values is not built"),
+    "router_jitter_noise": (_UNSET, "noise on the router's input is not supported: set it to 0"),
+    "clip_qkv": (_UNSET, "clipping of queries, keys and values is not supported"),
     # transformers ignores these keys of DeepSeek's code, so other values would mean another model
     "norm_topk_prob": (
         _UNSET,
         "transformers does not normalise the weights of this model: set it to false",
     ),
     "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
-    "hidden_size_per_layer_input": (_UNSET, "separate embeddings for each layer are not built"),
-    "num_kv_shared_layers": (_UNSET, "layers that share keys and values are not built"),
-    "enable_moe_block": (_UNSET, "experts beside an MLP are not built"),
+    "hidden_size_per_layer_input": (_UNSET, "separate embeddings per layer are not supported"),
+    "num_kv_shared_layers": (_UNSET, "layers that share keys and values are not supported"),
+    "enable_moe_block": (_UNSET, "experts beside an MLP are not supported"),
     "attention_k_eq_v": ((True,), "expected keys that are values too in layers without a window"),
     "swiglu_alpha": ((None, 1.702), "expected 1.702"),
     "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),

@@ -88,7 +88,7 @@ class Media:
         for column in self.unread:
             expect(
                 not record.get(columns.get(column, column)),
-                f"{where}: the column {column!r} is there, which this model or stage does not read",
+                f"{where}: this model or stage does not read the column {column!r}: remove it",
             )
         return self.of_columns(record, columns)
 

@@ -478,7 +478,7 @@ class Report(TrainerCallback):
             if not lost_stdout():
                 raise
             if self._file is not None:
-                note = f"stdout takes no more ({error}): this file goes on"
+                note = f"stdout cannot be written ({error}): only this file continues"
                 self._file.write(json.dumps({"note": note}) + "\n")
 
     def summary(self, sections: Mapping[str, Mapping[str, Any]]) -> None:
@@ -579,7 +579,7 @@ class Report(TrainerCallback):
         try:
             self.draw(self.args)
         except Exception as error:  # a full disk, or a missing font
-            self.print(f"note: no more pictures of this run: {describe_error(error)}")
+            self.print(f"note: report and plot are no longer drawn: {describe_error(error)}")
             self.draw = None
         now = self._clock()
         self._draw_at = now + max(DRAW_EVERY_S, DRAW_SHARE * (now - began))

@@ -490,7 +490,7 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:
     """Raise ConfigError: the vocabulary of a megatron checkpoint cannot grow from `old` to `new`
     tokens. The message says to convert it to a Hugging Face folder first."""
-    reason = f"it is a checkpoint of a model of {old} tokens: expected as many, got {new}"
+    reason = f"it is a checkpoint of a model of {old} tokens, and cannot grow to {new}"
     remedy = "a Hugging Face folder of it, python -m mca_lite convert"
     refuse("model_name_or_path", str(folder), reason, remedy)
 

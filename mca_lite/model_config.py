@@ -530,7 +530,7 @@ def grow(config: Any, vocab_size: int) -> None:
     text = config if is_mca else config.get_text_config()
     if vocab_size < text.vocab_size:
         raise ValueError(
-            f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is removed"
+            f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and cannot lose any"
         )
     text.vocab_size = vocab_size
     if is_mca and config.hf_config:

@@ -409,9 +409,9 @@ class DistillTrainer(ScoredTrainer):
         remedy = "a teacher of the student's family, with the same tokens"
         if others:
             token = min(others, key=vocabulary.__getitem__)
-            reason = f"its tokenizer is another one: {len(others):,} of the student's "
+            reason = f"its tokenizer differs: {len(others):,} of the student's "
             reason += f"{len(vocabulary):,} tokens have another id in it, or none: {token!r} is "
-            reason += f"{vocabulary[token]}, and there {known.get(token, 'unknown')}"
+            reason += f"{vocabulary[token]} here, and there {known.get(token, 'unknown')}"
             refuse(key, str(second.folder), reason, remedy)
         if second.old_vocab_size < len(vocabulary):
             reason = f"it has {second.old_vocab_size:,} rows for {len(vocabulary):,} tokens"
@@ -641,9 +641,9 @@ class DistillTrainer(ScoredTrainer):
         if not store.is_complete or is_unnamed:
             if self._given_teacher is None:
                 raise CheckpointError(
-                    f"{store.folder} lacks rows of the teacher: set teacher_model_name_or_path, "
-                    "and it computes them; those of other data, or of another tokenizer or "
-                    "cutoff_len, are in other folders"
+                    f"{store.folder} lacks rows of the teacher: set teacher_model_name_or_path "
+                    "to compute them; rows for other data, another tokenizer or another "
+                    "cutoff_len are in other folders"
                 )
             self._need_teacher()
         self._check_vocabulary(store)

@@ -38,7 +38,7 @@ from .part_cudnn import keepers
 
 SHARE = 0.8  # activations may take this share of the host's free memory
 _FULL = (
-    "activation_offloading: {:.1f} GB of host memory are full of activations, and no more is free: "
+    "activation_offloading: activations fill {:.1f} GB of host memory, and no more may be used: "
     "the rest stays on the device"
 )
 PIECE = 1 << 26  # bytes per piece of host memory: torch rounds pinned memory up to powers of two

@@ -316,8 +316,8 @@ def place_adapter(
     lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
     if lost:  # PEFT stores embedding and head after the vocabulary was resized
         raise ValueError(
-            f"{source.folder} brings its own {lost[0]}, which is not among its modules_to_save: it "
-            "would be lost in training; put the adapter into its base first, python -m mca_lite "
+            f"{source.folder} contains {lost[0]}, which is not among its modules_to_save and would "
+            "be lost in training: merge the adapter into its base first, python -m mca_lite "
             "convert BASE DST --merge"
         )
     inject(model, spec, dtype=dtype)

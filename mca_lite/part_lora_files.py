@@ -407,7 +407,7 @@ def file_merger(
     one_sided = [name for name in source.pairs if name.endswith(EMBEDDING_AND_HEAD)]
     if tied and one_sided:
         raise ValueError(
-            f"{ONE_SIDED.format(one_sided[0])}; merge that adapter with PEFT, which cuts the tie"
+            f"{ONE_SIDED.format(one_sided[0])}; merge that adapter with PEFT, which unties them"
         )
     whole = source.whole_weights()
     both = [name for end in _VOCABULARY_WEIGHTS for name in whole if name.endswith(end)]
@@ -415,8 +415,8 @@ def file_merger(
         whole.remove(both[1])  # the head: the file has it twice, the base once
     elif tied and any(is_saved(module_of(name), spec) for name in both):
         raise ValueError(
-            f"{folder} brings its own {both[0]}, and the embedding is the head in this model: "
-            "merge that adapter with PEFT, which cuts the tie"
+            f"{folder} contains {both[0]}, and in this model the embedding is also the head: "
+            "merge that adapter with PEFT, which unties them"
         )
     needed = whole | {f"{module}.weight" for module in source.pairs}
     if missing := sorted(needed - shapes.keys()):

@@ -106,8 +106,8 @@ class RewardTrainer(DPOTrainer):
         counts = in_documents(batch, can_score.long())
         expect(
             bool(counts[real].all()),
-            f"an answer of a micro-batch has token {self.pad_token_id} alone, which pads: expected "
-            "another one beside it: give the tokenizer another pad_token",
+            f"an answer consists only of pad tokens ({self.pad_token_id}): expected a token to "
+            "score: give the tokenizer another pad_token",
         )
         last = can_score.nonzero()[counts.cumsum(0)[real] - 1].unbind(1)
         labels = torch.full_like(ids, IGNORE_INDEX)

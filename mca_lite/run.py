@@ -207,7 +207,7 @@ def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
     stage trains one. folder: the model's."""
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"
-        refuse("model_name_or_path", str(folder), reason, "stage: rm, or the model it began as")
+        refuse("model_name_or_path", str(folder), reason, "stage: rm, or its base model")
     if wanted and not has_value_head:
         reason = "it is a checkpoint of a model with logits"
         remedy = "a Hugging Face folder of it, python -m mca_lite convert"

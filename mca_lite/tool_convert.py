@@ -212,10 +212,10 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     largest = float(other.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
         raise ValueError(
-            f"the logits of {src} and {dst} differ by {difference:.1e}, of {largest:.1e}: do not "
-            f"use {dst}"
+            f"the logits of {src} and {dst} differ by {difference:.1e} (largest: {largest:.1e}): "
+            f"do not use {dst}"
         )
-    return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
+    return f"verified: the logits differ by at most {difference:.1e} (largest: {largest:.1e})"
 
 
 def _logits(folder: str, tokens: Any, vocab_size: int, adapter: str | None = None) -> Any:

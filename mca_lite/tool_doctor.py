@@ -80,7 +80,7 @@ def _doctor() -> int:
     if here.local_rank == 0:  # once a machine
         for check in (versions, devices, compiler, engine, limits):
             findings += _guarded(check, "install this package's requirements anew")
-    reach = "NCCL_DEBUG=INFO says more; see to firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
+    reach = "NCCL_DEBUG=INFO says more; check firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
     findings += _guarded(messages, reach)
     if here.local_rank == 0:
         print(f"{socket.gethostname()}:", *findings, sep="\n", flush=True)
@@ -288,10 +288,10 @@ def messages() -> Iterator[Finding]:
         link = measure()
     text = f"{link.gb_per_s:.2f} GB/s of each rank ({link.backend}, {link.ranks} ranks)"
     level = int(link.gb_per_s < _LEAST_GB_S[link.backend])
-    remedy = "nvidia-smi topo -m shows the links; NCCL_DEBUG=INFO what nccl takes of them"
+    remedy = "nvidia-smi topo -m shows the links; NCCL_DEBUG=INFO shows those that nccl uses"
     if not link.is_right:
         level = _PROBLEM
-        remedy = "the sums are wrong: NCCL_DEBUG=INFO; another machine"
+        remedy = "the sums are wrong: set NCCL_DEBUG=INFO, or use another machine"
     yield Finding("all-reduce", text, level, remedy)
 
 

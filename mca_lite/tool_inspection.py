@@ -324,7 +324,7 @@ def check(arguments: RunArguments) -> None:
             stages = _stages(plan)
             print(*_rank_table(plan, stages), *_tensor_lists(stages), sep="\n")
     first = "first step" if arguments.training.do_train else "evaluation"
-    print(f"\nok: nothing of the run was written, and nothing keeps the run from its {first}")
+    print(f"\nok: nothing of the run was written, and the run would reach its {first}")
 
 
 def _link_cache(cache: Path, folder: Path) -> None:

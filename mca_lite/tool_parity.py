@@ -96,7 +96,7 @@ def compare(plan: run.Plan) -> list[Row]:
         refuse("stage", plan.objective.stage, reason, "stage: sft, which has the same layout")
     if plan.objective.scores:
         reason = "outputs, logits and gradients are compared, and a reward model has no logits"
-        refuse("stage", plan.objective.stage, reason, "stage: dpo, of the model it begins as")
+        refuse("stage", plan.objective.stage, reason, "stage: dpo, with its base model")
     args = plan.arguments.training
     parallel.initialize(args, True)
     args.eval_strategy = "no"

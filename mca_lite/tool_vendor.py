@@ -127,7 +127,7 @@ def _named(option: str, names: list[str], table: Iterable[str]) -> list[str]:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1) or [", ".join([*known, _ALL])]
-            refuse(option, name, "there is none of this name", near[0])
+            refuse(option, name, "there is no such part or command", near[0])
     return names
 
 

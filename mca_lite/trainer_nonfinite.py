@@ -53,8 +53,8 @@ class BadLoss(NamedTuple):
 
 
 _NOTHING_LEARNED = (
-    "warning: the gradient norm of the first step is 0, and nothing was learned from it: look at "
-    "the keys of the loss (weights, temperature, pref_beta), the labels, and the trained weights"
+    "warning: the gradient norm of the first step is 0, so it trained nothing: check "
+    "the loss's keys (weights, temperature, pref_beta), the labels, and which weights are trained"
 )
 
 
@@ -145,7 +145,7 @@ class FiniteGuard:
             advice = f"{limit} updates were left out before (nan_skip_limit)"
         where = self._first_cause(bool(found))
         self.stop(
-            f"{what}. The first that is not finite: {where}. Its update is not made: {advice}"
+            f"{what}. The first non-finite number: {where}. The update was not made: {advice}"
         )
 
     def _count_large(self, grad_norm: float) -> None:

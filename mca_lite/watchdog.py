@@ -50,7 +50,7 @@ SILENT: dict[str, Any] = {  # stands for the answer of a rank that gives none
     "ticks": 0,
     "stage": 0,
     "is_waiting": False,
-    "text": "does not answer: its process is stopped or gone, or lets no Python run; it cannot "
+    "text": "does not answer: its process is stopped or gone, or stuck outside Python; it cannot "
     "show its stack",
 }
 ANSWER_S = 3.0  # time for the store to answer a rank that lost its connection

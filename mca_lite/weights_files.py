@@ -755,8 +755,8 @@ def carried_tensors(
         if source and has_more:
             warnings.warn(
                 "config.json names layers for multi-token prediction that were not trained, and "
-                f"{source} is not there to carry them from: the export lacks them, and its "
-                "config.json should not speak of them",
+                f"{source} is not there to copy them from: the export lacks them: remove their "
+                "key from its config.json",
                 stacklevel=2,
             )
         return

@@ -101,7 +101,7 @@ def end_second_run() -> None:
     # multiprocessing itself refuses further processes by this attribute
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(
-            "error: a process that helps a run came to start it again: put what starts the run "
+            "error: a process that helps a run tried to start it again: start the run "
             "below `if __name__ == '__main__':` in your script"
         )
 

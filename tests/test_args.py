@@ -172,7 +172,7 @@ def test_keys_in_groups_are_told_to_stand_side_by_side(tmp_path):
     problems = keys_of(parse_args, [str(tmp_path / "run.yaml")])
     problem = problems.pop("model")
     assert not problems, "what else is missing may be in the group"
-    assert "side by side" in problem.reason and "without model" in problem.suggestion
+    assert "at the top level" in problem.reason and "without model" in problem.suggestion
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "seed: [1\n", "just text"])

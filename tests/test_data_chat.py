@@ -487,7 +487,7 @@ def test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored()
     assert "-1" in answers_with_labels(rated, reads)[0]
     heavy = [user("Hi"), assistant("Hello", weight=0.5)]
     assert answers_with_labels(heavy, ignore_message_keys=["weight"]) == plain
-    with pytest.raises(ConfigError, match="ignore_message_keys(.|\n)*a message is nothing without"):
+    with pytest.raises(ConfigError, match="ignore_message_keys(.|\n)*a message needs its role"):
         DataArguments(dataset=["a"], ignore_message_keys=["content"])
 
 

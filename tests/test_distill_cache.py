@@ -147,7 +147,7 @@ def test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_
         "another temperature": "distill_temperature 1.5",
         "another dtype": "teacher_cache_dtype float32",
         "another precision": "are of another teacher",
-        "other data": "set teacher_model_name_or_path, and it computes them",
+        "other data": "set teacher_model_name_or_path to compute them",
     }.items():
         assert words in found[name][0], name
     shown = sorted(path.suffix for path in (tmp_path / "rows").glob("*/*"))
@@ -218,7 +218,7 @@ def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path)
     assert "40 rows for 60 tokens" in found["small"]
     assert "its final_logit_softcapping changes logits" in found["capped"]
     assert "random, as the student's" in found["drawn"]
-    assert "'w97' is 60, and there unknown" in found["new tokens"]
+    assert "'w97' is 60 here, and there unknown" in found["new tokens"]
     assert "stage: sft, which has the same layout" in found["parity"]
 
 
@@ -694,7 +694,7 @@ def test_what_cannot_be_is_refused(folder, tmp_path):
         [
             "",
             "are of another teacher",
-            "set teacher_model_name_or_path, and it computes them",
+            "set teacher_model_name_or_path to compute them",
             "distillation needs its teacher here",
             "at most 61",
             'the data collator dropped "teacher_row"',

@@ -128,7 +128,7 @@ BAD = {
     "group": ({"group": [1]}, "'group': expected"),
     "routes": ({"routes": ROUTES[:4]}, "'routes' has 4 rows: expected 5 or 6"),
     "experts": ({"routes": [[0, 1]] * 5}, "routes: expected {"),
-    "video": ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
+    "video": ({"videos": ["a.mp4"]}, "this model or stage does not read the column 'videos'"),
 }  # fmt: skip
 
 

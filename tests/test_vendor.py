@@ -101,12 +101,12 @@ def test_without_takes_parts_and_their_users_from_all(parts):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("{new} --without lroa", "lroa.*there is none of this name.*try: "),
+        ("{new} --without lroa", "lroa.*there is no such part or command.*try: "),
         (
             "{new} --parts kto --without scores",
             "kto.*it needs scores, and --without has it.*one of",
         ),
-        ("{new} --parts lroa", "lroa.*there is none of this name.*try: "),
+        ("{new} --parts lroa", "lroa.*there is no such part or command.*try: "),
         ("{new} --parts dpoo", "dpoo.*try: dpo"),
         ("{new} --tools pln", "pln.*try: plan"),
         ("{package}/inner", "it is inside the package"),

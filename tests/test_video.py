@@ -298,7 +298,7 @@ def test_keys_choose_frames_and_their_sizes(whole, tmp_path):
             {"text": [{"type": "video", "video": "film", "fps": 1}]},
             "a block has fps, without effect",
         ),
-        ({"audios": ["a.wav"], "videos": ["film"]}, "the column 'audios' is there"),
+        ({"audios": ["a.wav"], "videos": ["film"]}, "does not read the column 'audios'"),
         ({"videos": ["film"], "text": f"<video> and {VIDEO}"}, r"a text has .*video_pad"),
         ({"videos": ["film"], "text": "<video> and <audio>"}, "the text has <audio>"),
         ({"videos": ["a.mp4"]}, r"video files take PyAV: pip install 'mca-lite\[video\]'"),

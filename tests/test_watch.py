@@ -580,7 +580,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsy
         report.log({"step": int(now), "loss": 1.0})
     report.on_train_end(None, TrainerState(), TrainerControl())
     out = capsys.readouterr().out
-    assert out.count("note: no more pictures of this run: disk full") == 1
+    assert out.count("note: report and plot are no longer drawn: disk full") == 1
     assert RunFolder(tmp_path).state() == "finished"
 
 
