@@ -240,8 +240,11 @@ class Checkpoints:
         snapshot = backend.snapshot_of(backend.model, self._optimizer, copy)
         exported = list(backend.export_adapters(temporary))
         if args.save_hf_checkpoints:
-            names = backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
-            exported += [f"{HF_FOLDER}/{name}" for name in names]
+            folder = temporary / HF_FOLDER
+            backend.export_hf(folder, args.max_shard_size)
+            trainer.save_tokenizer(folder)
+            if parallel.is_main():
+                exported += [f"{HF_FOLDER}/{file.name}" for file in folder.iterdir()]
         self._job = _Job(final, temporary, snapshot, facts, files, exported)
         if args.async_save:
             self._job.thread.start()

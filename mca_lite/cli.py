@@ -143,11 +143,6 @@ def at_least(least: float, kind: type = int) -> Callable[[str], float]:
     return read
 
 
-def has_colors() -> bool:
-    """True if a command may print in colours: stdout is a terminal, and NO_COLOR is not set."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
-
-
 # -- the end of a command
 
 

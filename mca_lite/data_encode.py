@@ -335,7 +335,8 @@ class Encoder:
             tally.count(NOTE, _FILM_AS_TEXT, where)
         if self.renderer is None:
             return [self._placed(Rendered(content, [], is_plain=True), (), where)]
-        if any(_is_empty(conversation.messages[-1]) for conversation in content):
+        answers = [conversation.messages[-1] for conversation in content]
+        if not all(one["content"].strip() or one.get("tool_calls") for one in answers):
             tally.count(LEFT_OUT, f"{self.units} have an empty answer and were left out", where)
             return []
         first, *others = content
@@ -488,10 +489,6 @@ def num_learned(document: Document) -> int:
     """The number of tokens of a document that become labels with a loss. The first token is never a
     label and does not count."""
     return int((document[1:] >= 0).sum())
-
-
-def _is_empty(answer: dict[str, Any]) -> bool:
-    return not answer["content"].strip() and not answer.get("tool_calls")
 
 
 def _in_proportion(document: Document, limit: int) -> Document:

@@ -408,14 +408,15 @@ def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None
     if given.
 
     A metric that is NaN, or smaller than its field `least`, is left out. So are other keys with the
-    value 0, and the lags of ranks if `logs` has no slowest_rank."""
+    value 0, but for metrics of evaluations, and the lags of ranks if `logs` has no slowest_rank."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs
         if metric.key in logs and logs[metric.key] >= metric.least and not is_noise:
             parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
-        if key not in _KNOWN and value:  # 0 is not shown, as in skipped_iter
+        # 0 is not shown, as in skipped_iter
+        if key not in _KNOWN and (value or key.startswith("eval_")):
             parts.append(f"{key} {metric_of(key).form(value)}")
     if eta_s is not None:
         parts.append(f"eta {format_duration(eta_s)}")

@@ -128,14 +128,6 @@ def rotary_tables(
     return rope.tables(angles, dtype)
 
 
-def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.Tensor:
-    """The factor by which Llama 4 scales the queries at each position, float32 [t]: 1 +
-    query_scaling_beta * log(1 + floor(position / original_max_position_embeddings)). positions:
-    int64 [t], of t tokens in their documents."""
-    length = config.rope_parameters["original_max_position_embeddings"]
-    return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
-
-
 # ---- attention
 
 
@@ -296,7 +288,10 @@ class SelfAttention(Attention):
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
         if self.config.query_scaling_beta is not None:
-            factors = query_factors(self.config, layout.positions)
+            # as Llama 4 scales queries, by their positions in the documents
+            length = self.config.rope_parameters["original_max_position_embeddings"]
+            steps = torch.log(1 + torch.floor(layout.positions / length))
+            factors = 1 + self.config.query_scaling_beta * steps
             query = query * factors[:, None, None, None].to(query.dtype)
         return query, key, value, gate
 

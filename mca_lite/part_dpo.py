@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from . import ckpt_folder, parallel, part_dpo_losses
+from . import parallel, part_dpo_losses
 from .batch import Batch, in_documents, join, real_documents
 from .data_batches import Documents, Packs, View, documents_of, samples_of
 from .data_encode import hash_of
@@ -34,7 +34,7 @@ from .finetuning import finetuning_of
 from .loss_tokens import Logits
 from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
 from .part_dpo_losses import Responses
-from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
+from .part_scores import ObjectiveConfig, ScoredTrainer
 from .part_scores_keys import REFERENCES
 from .step import collecting, measure, row_length, to_length
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
@@ -674,16 +674,7 @@ class DPOTrainer(ScoredTrainer):
         return rows
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
-        config = self.train_config
-        name = getattr(self.model.config, "name_or_path", None)
-        facts = [
-            name,
-            config.model_source,
-            config.ld_alpha,
-            ckpt_folder.model_identity(self.backend.hf_config),
-            identity_of_model(name, cache_dir),
-            self.backend.precision,
-        ]
+        facts = [self.train_config.ld_alpha, *self.facts_of_model(cache_dir)]
         return {"reference": hash_of(facts)}
 
     def _prepare_samples(self, samples: Any) -> Any:

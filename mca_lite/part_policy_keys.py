@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .args_rules_training import Need
 from .args_values import ArgumentGroup, amount, arg, flag, optional
 from .errors import Judge, Rule, expect
 from .tables import SESSION_LOSSES, TOKENS, register_keys, register_objective
@@ -90,6 +91,16 @@ _RUN = (
     ),
 )
 _NEEDED = {"cispo_max": "cispo", "constant": "dr_grpo"}
+_CLIPPED, _REST = "ppo grpo dapo dr_grpo gspo", "cispo reinforce importance_sampling"
+# key -> the losses on which it has no effect; one that a script registers may read all keys
+_UNREAD = dict.fromkeys(("dual_clip", "delta"), f"{_REST} sapo opd")
+_UNREAD |= dict.fromkeys(("tau_pos", "tau_neg"), f"{_CLIPPED} {_REST} opd")
+_UNREAD["teacher_coef"] = f"{_CLIPPED} {_REST} sapo"
+_DEFAULTS = {item.name: item.default for item in fields(PolicyArguments)}
+_NEEDS = (
+    Need("sampler_max sampler_min", "sampler_correction", "sampler_correction: token_truncate"),
+    Need("kl_unbiased", "kl_coef", "kl_coef: 0.01"),
+)
 
 
 def loss_of_stage(a: Any) -> str:
@@ -123,6 +134,13 @@ def _check_policy_keys(a: Any, judge: Judge) -> None:
             f"no effect, since the loss is {name}",
             f"{key} left out",
         )
+    for key, losses in _UNREAD.items():
+        judge.expect(
+            name not in losses.split() or getattr(a, key) == _DEFAULTS[key],
+            f"{key} policy_loss",
+            f"no effect, since the loss is {name}",
+            f"{key} left out",
+        )
     judge.expect(
         a.sampler_min < a.sampler_max,
         "sampler_min sampler_max",
@@ -147,7 +165,7 @@ def _describe_policy(a: Any) -> str:
     return f"{text}, kl_coef {a.kl_coef:g}, temperature {a.temperature:g}"
 
 
-register_keys("policy", PolicyArguments, of_stages=True)
+register_keys("policy", PolicyArguments, needs=_NEEDS, of_stages=True)
 for _stage in ("policy", "grpo", "ppo"):
     register_objective(
         _stage,

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from . import ckpt_folder
 from .batch import Batch
 from .data_batches import Documents, Stream, View, documents_of, samples_of
 from .data_encode import hash_of
@@ -211,11 +210,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
         config = self.train_config
-        name = getattr(self.model.config, "name_or_path", None)
-        facts = [name, config.model_source, config.temperature, reads_logits(config)]
-        facts += [ckpt_folder.model_identity(self.backend.hf_config), self.backend.precision]
-        facts.append(getattr(self.model.config, "weight_format", None))  # a quantised base
-        return {self.kind: hash_of([*facts, identity_of_model(name, cache_dir)])}
+        facts = [config.temperature, reads_logits(config), *self.facts_of_model(cache_dir)]
+        return {self.kind: hash_of(facts)}
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         documents = self._documents(samples, start, stop)

@@ -21,6 +21,7 @@ _FIELDS = {
     "mscale_all_dim truncate",
     "longrope": f"factor rope_theta {BEFORE} attention_factor short_factor long_factor",
 }
+_ONE_LENGTH = ("!pipeline_model_parallel_size=1", "!variable_seq_lengths")
 _LISTS = ("short_factor", "long_factor")  # of longrope: a factor for each frequency
 _KEPT = "rope_theta partial_rotary_factor mrope_section mrope_interleaved llama_4_scaling_beta"
 _DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
@@ -137,7 +138,17 @@ class RopeArguments(ArgumentGroup):
         model is reported to `judge`, which collects configuration errors."""
         super().resolve(judge)
         run = judge.arguments
-        if self.rope_scaling is None or not getattr(run, "model_config", None):
+        config = getattr(run, "model_config", None)
+        if not config:
+            return
+        text = text_values(config)
+        given = self.rope_scaling or text.get("rope_parameters") or text.get("rope_scaling")
+        if "longrope" in str(given) and all(map(judge.holds, _ONE_LENGTH)):
+            self.notes.append(
+                "longrope: a pipeline pads all rows of a step to one length, so that one above "
+                f"{BEFORE} gives all the long factors: variable_seq_lengths: true avoids it"
+            )
+        if self.rope_scaling is None:
             return
         try:
             self.rope_scaling = scale(self.rope_scaling, run.model_config, run.cutoff_len)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from . import parallel, parts
+from . import ckpt_folder, parallel, parts
 from .args import CORE_GROUPS, RunArguments, check_together
 from .ckpt_folder import CheckpointError
 from .data_batches import documents_of, samples_of
@@ -33,6 +33,7 @@ from .files import (
     checksum,
     describe_error,
     read_json,
+    text_values,
     write_file,
     write_json,
 )
@@ -333,6 +334,23 @@ class ScoredTrainer(McaTrainer):
             f"{what} is the trained model itself, which would be frozen: load it once more",
         )
         self.guard.check_weights(what, model)
+
+    def facts_of_model(self, cache_dir: Path) -> list[Any]:
+        """Values that tell the start model, whose scores are stored, from another one: its files,
+        and what a run's keys change in it. cache_dir: as for identity_of_model()."""
+        config = self.model.config
+        name = getattr(config, "name_or_path", None)
+        of_file = self.backend.hf_config
+        return [
+            name,
+            self.train_config.model_source,
+            ckpt_folder.model_identity(of_file),
+            text_values(of_file).get("rope_parameters"),
+            self.backend.precision,
+            self.args.fp8,
+            getattr(config, "weight_format", None),  # of a quantised base
+            identity_of_model(name, cache_dir),
+        ]
 
     def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Hook: {configuration key: value} for keys whose values follow from the data sets'

@@ -16,6 +16,8 @@ Exit code: 0, or 2 for a run that would not begin, with the reason.
 
 import collections
 import inspect
+import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,18 @@ import jinja2
 
 from . import world
 from .args import parse_args
-from .cli import USER_ERROR, at_least, finish, has_colors, parser_of
+from .cli import USER_ERROR, at_least, finish, parser_of
 from .errors import refuse
 from .files import write_file
 from .tool_page import render
 
 _MAX_CHARS = 1500  # the longest piece of a sample in the terminal, and below on the page
 _MAX_PAGE_CHARS = 20_000
+
+
+def has_colors() -> bool:
+    """True if a command may print in colours: stdout is a terminal, and NO_COLOR is not set."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def main(words: list[str]) -> int:

@@ -512,6 +512,7 @@ class McaTrainer(OtherNames):
             resume_from_checkpoint = args.resume_from_checkpoint
         self._load_from_checkpoint(resume_from_checkpoint)
         self.guard.start_run()
+        self.checkpoints.written_step = None
         self.guard.check_weights("before the first step")
         carried = self.state.log_sums or {}
         self.sums = RunSums(Numbers.zeros(self.metrics_keys), carried)
@@ -717,7 +718,8 @@ class McaTrainer(OtherNames):
         """After a signal on any rank: save a checkpoint, unless this step has one, and raise
         Interrupted."""
         step = self.state.global_step
-        if self.checkpoints.written_step != step:
+        if self.checkpoints.written_step != step or self.args.save_only_model:
+            self.args.save_only_model = False  # the run shall go on from here
             self._save_step()
             self.checkpoints.finish()
         self._store_state()

@@ -56,9 +56,6 @@ class Numbers:
         size = 2 * len(keys) + _COUNTS
         return cls(keys, torch.zeros(size, dtype=torch.float64, device=device))
 
-    def copy(self) -> "Numbers":
-        return Numbers(self.keys, self.vector.clone())
-
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(self.keys, self.vector + other.vector)
 
@@ -66,10 +63,12 @@ class Numbers:
         """Add the metrics of micro-batches, each {metric: [sum, count]}, in place -> self.
         ValueError if they are other metrics than `keys`."""
         for of_micro_batch in metrics:
+            sizes = {key: pair.numel() for key, pair in of_micro_batch.items()}
             expect(
-                of_micro_batch.keys() == {*self.keys},
-                f"_post_compute_loss gave the metrics {', '.join(of_micro_batch)}: expected "
-                f"{', '.join(self.keys)}: name each in metrics_keys of the trainer's class",
+                sizes == dict.fromkeys(self.keys, 2),
+                f"_post_compute_loss gave the metrics {', '.join(sizes)}: expected "
+                f"{', '.join(self.keys)}: name each in metrics_keys of the trainer's class, and "
+                "give [sum, count]",
             )
         for i, key in enumerate(self.keys):
             for of_micro_batch in metrics:
@@ -125,7 +124,8 @@ class SentNumbers:
     def begin(self, metrics: Sequence[dict[str, torch.Tensor]]) -> None:
         """Add the micro-batches' metrics to the counts, sum over ranks, and start the copy to the
         host. Collective."""
-        whole = self._counts.copy().add_metrics(metrics).over_ranks(self._backend)
+        whole = Numbers(self._counts.keys, self._counts.vector.clone())
+        whole = whole.add_metrics(metrics).over_ranks(self._backend)
         self._metrics = metrics
         self._arriving = parallel.HostCopy(whole.vector)
 

@@ -486,6 +486,7 @@ BACKGROUND = dict(async_save=True, **PP2)
 SIGNALED = [
     *((signal.SIGTERM, keys) for keys in (TP2, dict(backend="torch"), BACKGROUND)),
     *((number, dict(backend="torch")) for number in (signal.SIGUSR1, signal.SIGINT)),
+    (signal.SIGTERM, dict(backend="torch", save_only_model=True)),  # but this one with all
     # what a signal's number is is forgotten where the run saves
     *(pytest.param(signal.SIGUSR1, keys, marks=pytest.mark.full) for keys in (TP2, BACKGROUND)),
 ]
@@ -523,6 +524,37 @@ def test_a_signal_to_one_rank_saves_and_stops_all(
     assert (
         world.run(train, 2, model_path, str(tmp_path / "run"), steps=4, **AUTO, **keys)[0] == whole
     )
+
+
+def stopped_in_its_second_run(path: str, out: str) -> list[int]:
+    """max_steps in the state that checkpoint-2 has: of a run of two steps; then of one of four in
+    the same trainer, which a signal stops after its second."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.callbacks import Interrupted, TrainerCallback
+
+    class Send(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.max_steps == 4 and state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    args = TrainingArguments(
+        output_dir=out, max_steps=2, save_strategy="steps", save_steps=9, disable_tqdm=True
+    )
+    model = AutoModel.from_pretrained(path, args)
+    trainer = McaTrainer(model, args, train_dataset=tiny.samples(8), callbacks=[Send()])
+    found = []
+    for steps in (2, 4):
+        args.max_steps = steps
+        args.overwrite_output_dir = True
+        with contextlib.suppress(Interrupted):
+            trainer.train()
+        state = json.loads(Path(out, "checkpoint-2/trainer_state.json").read_text())
+        found.append(state["max_steps"])
+    return found
+
+
+def test_a_second_run_is_saved_at_the_step_that_the_first_one_saved(model_path, tmp_path):
+    assert world.run(stopped_in_its_second_run, 1, model_path, str(tmp_path)) == [[2, 4]]
 
 
 # what lies about in output_dir

@@ -16,6 +16,7 @@ from tests.shared.chats import conversation, write_records
 from tests.shared.commands import convert, run_script
 from tests.shared.files import assert_same_bytes, flip_bit, tensors
 from tests.shared.layouts import DIST_OPT, PP2, TP2
+from tests.shared.small_runs import save_all
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 from tests.shared.training import train
 
@@ -126,6 +127,25 @@ def test_the_torch_backend_and_megatron_put_the_model_into_checkpoints_as_asked(
     assert_same_bytes(tensors(folder / "hf"), tensors(tmp_path / "run"))
     assert not (folder / "optimizer.safetensors").exists()
     assert '"hf/config.json"' in (folder / "manifest.json").read_text()
+
+
+def run_with_hf_folders(folder: str) -> int:
+    from mca_lite import cli
+
+    words = "save_strategy=steps save_steps=1 save_hf_checkpoints=true max_steps=1 bf16=false"
+    words += f" model_name_or_path={folder}/model dataset={folder}/chat.jsonl cutoff_len=40"
+    return cli.main([*words.split(), f"output_dir={folder}/out", f"cache_dir={folder}/cache"])
+
+
+def test_the_models_of_checkpoints_have_the_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_all(tmp_path, "llama", num_hidden_layers=2)
+    assert world.run(run_with_hf_folders, 1, str(tmp_path)) == [0]
+    folder = tmp_path / "out" / "checkpoint-1"
+    got, wanted = (AutoTokenizer.from_pretrained(x) for x in (folder / "hf", tmp_path / "model"))
+    assert got.get_vocab() == wanted.get_vocab() and got.chat_template == wanted.chat_template
+    assert '"hf/tokenizer.json"' in (folder / "manifest.json").read_text()
 
 
 def test_tensors_that_no_model_reads_are_carried_over(tmp_path):

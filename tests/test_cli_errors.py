@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mca_lite
-from mca_lite import __main__, cli
+from mca_lite import __main__, cli, tool_inspect
 from mca_lite.args_values import read_config_file
 from mca_lite.errors import ConfigError
 from mca_lite.files import check_can_write, describe_error
@@ -458,6 +458,6 @@ def test_an_option_that_is_no_such_number_is_refused_with_what_was_expected(kind
 def test_colours_are_for_terminals_without_no_color(monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert cli.has_colors()
+    assert tool_inspect.has_colors()
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not cli.has_colors()
+    assert not tool_inspect.has_colors()

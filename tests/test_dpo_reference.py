@@ -581,6 +581,25 @@ def scored_by_itself(path: str, out: str) -> list[str]:
     ]
 
 
+def identities(path: str, out: str) -> list[str]:
+    """Of a cached reference, with rotary factors that a run's keys may change."""
+    from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=out)
+    found = []
+    for factor in (2.0, 30.0, 2.0):
+        model = AutoModel.from_pretrained(path, args)
+        model.config.hf_config["rope_parameters"] = {"rope_type": "linear", "factor": factor}
+        trainer = DPOTrainer(model, DPOConfig(reference="cached"), args=args)
+        found.append(str(trainer.facts_of_model(Path(out))))
+    return found
+
+
+def test_stored_scores_are_those_of_one_rotary_scaling(adapted_start, tmp_path):
+    [found] = world.run(identities, 1, adapted_start[0], str(tmp_path))
+    assert found[0] == found[2] != found[1]
+
+
 def test_the_trained_model_is_not_its_own_reference_or_teacher(adapted_start, tmp_path):
     said = world.run(scored_by_itself, 1, adapted_start[0], str(tmp_path))[0]
     assert all("is the trained model itself, which would be frozen" in one for one in said)

@@ -321,9 +321,10 @@ def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
 
 def test_progress_line_shows_skipped_steps_and_metrics_of_the_objective():
     line = format_progress(
-        {"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5}, max_steps=4
+        {"step": 3, "loss": 1.0, "skipped_iter": 2, "eval_loss": 0.5, "eval_rouge_l": 0.0},
+        max_steps=4,
     )
-    assert line == "step 3/4  loss 1.0000  eval_loss 0.5000  skipped_iter 2"
+    assert line.startswith("step 3/4  loss 1.0000  eval_loss 0.5000  skipped_iter 2  eval_rouge_l")
 
 
 def test_bar_counts_steps_and_lets_lines_through(tmp_path, capsys):

@@ -437,7 +437,7 @@ def test_host_memory_is_taken_in_pieces_that_rows_of_other_lengths_can_use():
 def test_what_the_host_has_no_memory_for_stays_on_the_device():
     pool = HostPool(limit=3000)
     assert [piece.nbytes for piece in pool.take(1500)] == [2048]
-    with pytest.warns(UserWarning, match="host memory are full"):
+    with pytest.warns(UserWarning, match="of host memory, and no more"):
         assert pool.take(1500) is None
     assert [piece.nbytes for piece in pool.take(500)] == [512]
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from mca_lite import DataArguments, load_datasets
+from mca_lite.args import parse_args
 from mca_lite.part_policy import group_advantages, sampler_weights
 from mca_lite.part_stream_keys import StreamArguments
 from tests.shared import tiny, world
-from tests.shared.commands import run_all
+from tests.shared.commands import keys_of, run_all
 from tests.shared.layouts import CP2, PACKED, PP2
 from tests.shared.policy_tools import rollouts, write_rollouts
 from tests.shared.small_runs import save_tokenizer
@@ -346,3 +347,21 @@ def test_runs_of_the_command_line_are_resumed_bit_for_bit_and_streamed(tmp_path)
 def steps_of(folder: Path) -> list[dict]:
     lines = [{k: line[k] for k in NUMBERS if k in line} for line in read_log(folder)]
     return [line for line in lines if line]
+
+
+@pytest.mark.parametrize(
+    "words, key",
+    [
+        ("stage=grpo tau_pos=2", "tau_pos policy_loss"),
+        ("stage=policy policy_loss=cispo cispo_max=5 dual_clip=3", "dual_clip policy_loss"),
+        ("stage=policy policy_loss=sapo delta=3", "delta policy_loss"),
+        ("stage=ppo teacher_coef=2", "teacher_coef policy_loss"),
+        ("stage=ppo sampler_max=2", "sampler_max sampler_correction"),
+        ("stage=ppo kl_unbiased=true", "kl_unbiased kl_coef"),
+    ],
+)
+def test_a_key_without_effect_on_the_loss_is_refused(words, key, tmp_path):
+    path = tiny.save_model(tmp_path / "model", "qwen3")
+    given = [f"model_name_or_path={path}", "dataset=a.jsonl", "output_dir=o", "max_steps=1"]
+    [problem] = keys_of(parse_args, [*given, *words.split()]).values()
+    assert problem.key == key.split()[0] and "no effect, since" in problem.reason

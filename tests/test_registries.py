@@ -449,8 +449,8 @@ def test_the_metrics_of_a_stage_are_those_of_its_trainer(monkeypatch):
         fields = dict(records="conversations", trainer=trainer, metrics=("loss", "sure"))
         register_objective("other", **fields)
     pair = torch.ones(2)
-    for given in (dict(loss=pair, sure=pair), dict(sure=pair)):
-        with pytest.raises(ValueError, match="gave the metrics .*sure: expected loss: .*_keys"):
+    for given in (dict(loss=pair, sure=pair), dict(sure=pair), dict(loss=pair.sum())):
+        with pytest.raises(ValueError, match="gave the metrics .*: expected loss: .*_keys.*count"):
             Numbers.zeros(["loss"]).add_metrics([given])
 
 

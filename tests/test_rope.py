@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from mca_lite.args import parse_args
 from mca_lite.part_rope_keys import scale
 from tests.shared import small_runs, world
 from tests.shared.layouts import CP2, PP2, TP2
@@ -206,3 +207,17 @@ def test_numbers_that_are_not_given_are_the_model_s():
 def test_what_cannot_be_scaled_is_refused_in_words(key, config, wanted):
     with pytest.raises(ValueError, match=wanted):
         scale(key, {**PLAIN, **config}, 40)
+
+
+def test_rows_that_a_pipeline_pads_to_one_length_are_noted_for_longrope(
+    phi3, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = f"model_name_or_path={phi3}/plain/model dataset=a.jsonl output_dir={tmp_path}"
+    words += " max_steps=1 pipeline_model_parallel_size=2"
+
+    def notes(more: str = "") -> list[str]:
+        return parse_args([*words.split(), *more.split()]).parts["rope"].notes
+
+    assert ["longrope: a pipeline" in note for note in notes()] == [True]
+    assert notes("variable_seq_lengths=true") == notes("pipeline_model_parallel_size=1") == []

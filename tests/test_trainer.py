@@ -464,6 +464,20 @@ def test_a_second_trainer_is_refused_where_the_hooks_of_the_first_would_meet_it(
     assert said[0] == "both trained" and "load the model again for a second one" in said[1]
 
 
+def of_another_precision(path: str, out: str) -> str:
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from tests.shared.training import refusal
+
+    model = AutoModel.from_pretrained(path, TrainingArguments(output_dir=out))
+    args = TrainingArguments(output_dir=out, bf16=True)
+    return refusal(McaTrainer, model, args, train_dataset=tiny.samples(2))
+
+
+def test_arguments_of_another_precision_than_the_models_are_refused(model_path, tmp_path):
+    [said] = world.run(of_another_precision, 1, model_path, str(tmp_path))
+    assert said == "args: bf16, and the model was made with torch.float32"
+
+
 def earlier_of_two(path: str, out: str, backend: str) -> list[str]:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments, parallel
     from mca_lite.model import load_torch_model

@@ -169,7 +169,7 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "drawn models of two seeds share a cached reference",
-        "            config.model_source,\n",
+        "            self.train_config.model_source,\n",
         "",
         DRAWN,
     ),
