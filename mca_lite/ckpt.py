@@ -244,7 +244,10 @@ class Checkpoints:
             backend.export_hf(folder, args.max_shard_size)
             trainer.save_tokenizer(folder)
             if parallel.is_main():
-                exported += [f"{HF_FOLDER}/{file.name}" for file in folder.iterdir()]
+                # chat templates may be in a folder
+                exported += [
+                    f"{HF_FOLDER}/{file.relative_to(folder)}" for file in folder.rglob("*.*")
+                ]
         self._job = _Job(final, temporary, snapshot, facts, files, exported)
         if args.async_save:
             self._job.thread.start()
@@ -656,7 +659,8 @@ def _refuse_changes(changed: dict[str, Any], keys: Iterable[str], folder: Path) 
     for key in changed.keys() & keys:
         was, now = changed[key]
         raise CheckpointError(
-            f"{folder} was saved with {key} {was}, and this run has {now}: set it back to go on"
+            f"{folder} was saved with {key} {was}, and this run has {now}: set it back to go on "
+            "(dataset: its files, tokenizer, chat_template, cutoff_len, max_samples and val_size)"
         )
 
 

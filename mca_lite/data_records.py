@@ -516,8 +516,8 @@ def conversations(
     expect(
         not (plain and any([system, tools, options, of_columns])),
         f"{where}: prompt and completion are texts, which are trained without a chat template: "
-        "there is no place for a system message, pictures, tools or chat_template_kwargs: write "
-        "messages",
+        "there is no place for a system message or default_system, pictures, tools or "
+        "chat_template_kwargs: write messages",
     )
     prompt = row.prompt(record, spec, where)
     answers = {}

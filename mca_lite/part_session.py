@@ -539,8 +539,9 @@ class Session:
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         for name, value in (numbers | {"max_grad_norm": max_grad_norm}).items():
             may_be_inf = name == "max_grad_norm" and value == math.inf
-            is_in = value is None or 0 <= value < math.inf or may_be_inf
-            expect(is_in, f"{name}: expected a number of 0 or more, got {value}")
+            is_number = value is None or isinstance(value, (int, float))
+            is_in = is_number and (value is None or 0 <= value < math.inf or may_be_inf)
+            expect(is_in, f"{name}: expected a number of 0 or more, got {value!r}")
         are_in = betas is None or [0 <= beta < 1 for beta in betas] == [True, True]
         expect(are_in, f"betas: expected two numbers from 0 to below 1, got {betas}")
         [(count, times), *_] = counts

@@ -430,8 +430,7 @@ def _export(plan: Plan, trainer: Any, result: Any) -> None:
         seconds = result.metrics["train_runtime"]
         done = f"trained {steps} in {seconds:.1f} s, mean loss {result.training_loss:.4f}"
     else:
-        done = f"nothing was left to train: the run goes to step {trainer.state.max_steps}"
-        done += f", and its checkpoint is at step {first}"
+        done = f"nothing was left to train after step {first} of {trainer.state.max_steps}"
     if args.save_hf_model:
         done += f"; the model is in {args.output_dir}"
     trainer.report.print(done)

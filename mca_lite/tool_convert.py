@@ -95,7 +95,8 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
         has_tokenizer = any((run / name).is_file() for name in TOKENIZER_FILES)
         _copy_beside(origin, run if has_tokenizer else origin, dst)
         copy_files(folder, _SIDE_FILES, dst)
-        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
+        note = "" if has_tokenizer else f"; its tokenizer is that of {origin}: {run} has none"
+        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format{note}"
     refusal = why_mcore_adapters(folder)
     if refusal:
         refuse("SRC", src, *refusal)

@@ -131,7 +131,7 @@ def test_what_is_taken_is_said_and_has_its_effect_from_there_on(told, name):
     code, said, rates = told[name]
     assert code == 0 and f"{NOTE}{line}\n" in said
     assert rates == pytest.approx(wanted)
-    over = "nothing was left to train: the run goes to step"
+    over = "nothing was left to train after step"
     assert (over in said) == (not wanted)
 
 

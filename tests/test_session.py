@@ -109,6 +109,7 @@ def refusals(folder: str) -> dict:
     found["betas"] = session_tools.refusal(session.optim_step, betas=(0.9, 1.0))
     endless = dict(lr=math.inf, max_grad_norm=math.inf)
     found["lr"] = session_tools.refusal(session.optim_step, **endless)
+    found["a text"] = session_tools.refusal(session.optim_step, lr="1e-4")
     session.forward_backward_custom([good], weighted_sum, last=True)
     found["after the last"] = add()
     found["denominators"] = session_tools.refusal(session.optim_step)
@@ -138,6 +139,7 @@ def test_wrong_calls_are_refused_in_words(oracle):
         "denominator": "expected a number above 0, got 0.0",
         "betas": "betas: expected two numbers from 0 to below 1, got (0.9, 1.0)",
         "lr": "lr: expected a number of 0 or more, got inf",
+        "a text": "lr: expected a number of 0 or more, got '1e-4'",
         "after the last": "forward_backward after last=True",
         "denominators": "one update has one denominator",
         "discarded": "call forward_backward first",

@@ -332,7 +332,7 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 
 SLACK = 1.02  # a limit is what was measured; its change is a decision, with the reason in a commit
-TOKENS = {"core": 148_040, "part": 119_100, "tool": 35_210, "all": 302_300}  # of tests.tools.rings
+TOKENS = {"core": 148_040, "part": 119_100, "tool": 35_260, "all": 302_300}  # of tests.tools.rings
 LIMITS = {  # of tests.tools.house
     "decisions a 1,000 tokens": 24.6,
     "parallel assignments": 0.1,

@@ -434,6 +434,8 @@ def with_dataset(path: str, out: str) -> list[str]:
         with pytest.raises(ValueError) as error:
             use()
         said.append(str(error.value))
+    unlabelled = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+    assert math.isnan(trainer.evaluate([unlabelled])["eval_loss"])
     return said
 
 
