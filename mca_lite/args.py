@@ -237,7 +237,7 @@ class TrainingArguments(ArgumentGroup):
     save_strategy: Literal["no", "steps", "epoch"] = arg("steps", "checkpoints by steps or epochs")
     save_steps: int = count(500, "steps between checkpoints")
     save_total_limit: int | None = count(None, "maximum number of checkpoints (None: all)")
-    save_only_model: bool = flag("checkpoints without optimizer state, not resumable")
+    save_only_model: bool = flag("checkpoints without optimizer state; a signal's has it")
     async_save: bool = flag("write checkpoints in the background, from host memory")
     save_hf_checkpoints: bool = flag(
         "also write the model in Hugging Face's format into each checkpoint, as hf/"

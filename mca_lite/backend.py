@@ -71,7 +71,6 @@ class Backend(abc.ABC):
         cpu.apply_on_cuda()
         kernels.switch(args.torch_compile)
         self.model = model
-        self.claim = model.claim = object()  # a later trainer of this model makes its own
         self.args = args
         self.dtype, self.precision = torch.float32, "fp32"  # for the forward pass
         if args.bf16:
@@ -80,8 +79,6 @@ class Backend(abc.ABC):
         elif args.fp16:
             self.dtype = torch.float16
             self.precision = "fp16"
-        own = getattr(model.config, "params_dtype", self.dtype)
-        expect(own == self.dtype, f"args: {self.precision}, and the model was made with {own}")
         self.losses_of_routers = losses
         # None for a model without experts; on plain torch also for one that is not in FAMILIES
         self.statistics_of_routers: RouterStatistics | None = None

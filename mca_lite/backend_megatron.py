@@ -13,7 +13,7 @@ from .args_rules_model import check_gate
 from .backend import Backend, Metrics, mean_of
 from .batch import Batch, RowLayout, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron, may_rest, owned_parameters
-from .errors import Judge, Keys
+from .errors import Judge, Keys, expect
 from .families import rows_of
 from .files import PathLike
 from .hosts import module_of
@@ -73,6 +73,8 @@ class MegatronBackend(Backend):
         check_gate(config, args, judge)
         judge.close()
         super().__init__(models, args, BalancingLosses.of(config))
+        made = config.params_dtype
+        expect(made == self.dtype, f"args: {self.precision}, the model: {made}: make it with these")
         self.dp_rank = mpu.get_data_parallel_rank()
         self.dp_size = mpu.get_data_parallel_world_size()
         cp_rank = mpu.get_context_parallel_rank()
@@ -80,6 +82,7 @@ class MegatronBackend(Backend):
         self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
+        self.claim = models.claim = object()  # of the gradients' buffers
         self._may_rest = False  # True if any rank has parameters that may rest
         self._rests: set[int] = set()  # kinds that the next update skips
         self._accumulate_in_place(models)
@@ -369,6 +372,10 @@ class MegatronBackend(Backend):
         config = self.config
         usual = config.no_sync_func
         first = self.pending is None
+        expect(
+            self.model.claim is self.claim,
+            "a later trainer of this model has its gradients: use that, or make this one anew",
+        )
         self._begin_gradients(micro_batches, first)
         if first:
             self.pending = torch.zeros((), dtype=torch.int, device=parallel.device())

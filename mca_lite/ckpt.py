@@ -244,10 +244,8 @@ class Checkpoints:
             backend.export_hf(folder, args.max_shard_size)
             trainer.save_tokenizer(folder)
             if parallel.is_main():
-                # chat templates may be in a folder
-                exported += [
-                    f"{HF_FOLDER}/{file.relative_to(folder)}" for file in folder.rglob("*.*")
-                ]
+                files_there = filter(Path.is_file, folder.rglob("*"))
+                exported += [f"{HF_FOLDER}/{file.relative_to(folder)}" for file in files_there]
         self._job = _Job(final, temporary, snapshot, facts, files, exported)
         if args.async_save:
             self._job.thread.start()

@@ -50,6 +50,7 @@ from .part_scores import (
     ObjectiveConfig,
     RowStore,
     ScoredTrainer,
+    expect_another,
     identity_of_model,
     trained,
     trained_counts,
@@ -525,7 +526,8 @@ class DistillTrainer(ScoredTrainer):
         if not isinstance(teacher, torch.nn.Module):
             teacher = teacher()
         self._check_teacher(teacher.config)
-        self.check_other("the teacher", teacher)
+        expect_another(self.model, teacher, "the teacher")
+        self.guard.check_weights("the teacher", teacher)
         if self._k:
             return self.backend.wrap_reference(teacher, self._scores_of)
         adapters = [name for name, _ in teacher.named_modules() if name.endswith(_HEADS_ADAPTERS)]
@@ -586,7 +588,7 @@ class DistillTrainer(ScoredTrainer):
         }
         if config.teacher is not None:
             files = identity_of_model(resolve_folder(config.teacher), cache_dir)
-            identity["teacher"] = hash_of([files, self.backend.precision])
+            identity["teacher"] = hash_of([files, self.backend.precision, self.args.fp8])
         return identity
 
     def _check_vocabulary(self, store: RowStore) -> None:

@@ -34,7 +34,7 @@ from .finetuning import finetuning_of
 from .loss_tokens import Logits
 from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
 from .part_dpo_losses import Responses
-from .part_scores import ObjectiveConfig, ScoredTrainer
+from .part_scores import ObjectiveConfig, ScoredTrainer, expect_another
 from .part_scores_keys import REFERENCES
 from .step import collecting, measure, row_length, to_length
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
@@ -196,6 +196,8 @@ class DPOTrainer(ScoredTrainer):
         lr_scheduler: Any = None,
         **kwargs: Any,
     ) -> None:
+        if ref_model is not None:
+            expect_another(model, ref_model, "the reference model")
         kwargs.setdefault("optimizers", (optimizer, lr_scheduler))
         super().__init__(model, train_config, args, **kwargs)
         config = self.train_config
@@ -206,7 +208,7 @@ class DPOTrainer(ScoredTrainer):
         self.backend.expect_weighted_losses()
         self.ref_chunks = None
         if ref_model is not None:
-            self.check_other("the reference model", ref_model)
+            self.guard.check_weights("the reference model", ref_model)
             self.ref_chunks = self.backend.wrap_reference(ref_model)
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model

@@ -83,7 +83,6 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         ScoredTrainer.__init__(self, model, train_config, args, **kwargs)
         self.backend.expect_weighted_losses()
         self.loss = self.train_config
-        check_dropout(self.model, self.backend.finetuning, self.loss)
         self.row_type = np.dtype([("logps", np.float32, (2,))])  # the model's, the reference's
 
     # -- a run of the command line
@@ -153,6 +152,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             "log-probabilities, in records ref_logprobs",
         )
         has_sampler = config.sampler_correction is not None
+        if has_sampler or {"old_logp", "ref_logp"} & {*first, *config.required}:
+            check_dropout(self.model, self.backend.finetuning, config)
         expect(
             not has_sampler or "sampler_weight" not in first,
             "sampler_correction computes the weights of tokens, and the samples have "

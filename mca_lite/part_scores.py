@@ -292,6 +292,15 @@ class ObjectiveConfig:
                 setattr(self, name, getattr(keys, key))
 
 
+def expect_another(model: Any, other: Any, what: str) -> None:
+    """Raise ValueError if a model that scores samples is the trained one, which would be frozen.
+    other: the model that scores. what: its role, for the message."""
+    expect(
+        model is not other,
+        f"{what} is the trained model itself, which would be frozen: load it once more",
+    )
+
+
 class ScoredTrainer(McaTrainer):
     """Base class of trainers that learn from a model's scores of their samples, such as a reference
     model's (DPO) or a teacher's (distillation). Scores that are computed before training are rows
@@ -324,16 +333,6 @@ class ScoredTrainer(McaTrainer):
         check_together(args, stage=config.stage, mtp_num_layers=mtp, model_config=values, **keys)
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= config.as_keys()
-
-    def check_other(self, what: str, model: Any) -> None:
-        """Check a model that scores samples, before it is frozen: ValueError if it is the trained
-        one, NotFiniteError for weights that are not finite. what: the model's role, for the
-        message. Collective."""
-        expect(
-            model is not self.model,
-            f"{what} is the trained model itself, which would be frozen: load it once more",
-        )
-        self.guard.check_weights(what, model)
 
     def facts_of_model(self, cache_dir: Path) -> list[Any]:
         """Values that tell the start model, whose scores are stored, from another one: its files,

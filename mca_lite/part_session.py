@@ -15,6 +15,7 @@ different samples."""
 import contextlib
 import functools
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -215,7 +216,8 @@ class Session:
     sample.
 
     Call each method on every rank, with the same arguments; only with own=True may samples differ.
-    Layers for multi-token prediction are frozen, and no pass runs them."""
+    No pass runs layers for multi-token prediction. They are frozen, with a warning, unless
+    `backend` is given: load the model again to train them."""
 
     def __init__(
         self,
@@ -230,10 +232,8 @@ class Session:
             args.calculate_per_token_loss,
             "calculate_per_token_loss: false: a Session adds the gradients of sums: set it to true",
         )
-        for chunk in model.children():
-            if hasattr(chunk, "mtp"):
-                chunk.mtp.requires_grad_(False)
         if backend is None:
+            _freeze_predictions(model)
             parallel.start_process_group(args.ddp_timeout)
             is_megatron = isinstance(model, VirtualModels)
             backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
@@ -519,7 +519,7 @@ class Session:
             "has one denominator: divide in the samples, and give denominator=1",
         )
         ones = [kind for kind, _ in self._counts].count("one")
-        has_weight = len(counts) == 1 and (not ones or (ones == 1 and denominator is None))
+        has_weight = len(counts) == 1 and (not ones or (ones == 1 and denominator in (None, 1)))
         expect(
             has_weight or not self._balances(),
             f"the routers' balancing losses have no weight beside {len(self._counts)} calls that "
@@ -538,9 +538,9 @@ class Session:
         )
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         for name, value in (numbers | {"max_grad_norm": max_grad_norm}).items():
-            may_be_inf = name == "max_grad_norm" and value == math.inf
-            is_number = value is None or isinstance(value, (int, float))
-            is_in = is_number and (value is None or 0 <= value < math.inf or may_be_inf)
+            if value is None or (name == "max_grad_norm" and value == math.inf):
+                continue
+            is_in = not isinstance(value, str) and 0 <= value < math.inf
             expect(is_in, f"{name}: expected a number of 0 or more, got {value!r}")
         are_in = betas is None or [0 <= beta < 1 for beta in betas] == [True, True]
         expect(are_in, f"betas: expected two numbers from 0 to below 1, got {betas}")
@@ -632,6 +632,20 @@ class Session:
         self.backend.discard_gradients()
         self._counts = []
         self._is_closed = False
+
+
+def _freeze_predictions(model: Any) -> None:
+    """Freeze a model's layers for multi-token prediction, in place, with a warning: they would have
+    no gradient, and weight decay alone would change them."""
+    layers = [chunk.mtp for chunk in model.children() if hasattr(chunk, "mtp")]
+    if any(p.requires_grad for layer in layers for p in layer.parameters()):
+        warnings.warn(
+            "the model's layers for multi-token prediction have no part in a Session: they are "
+            "frozen now; mtp_num_layers: 0 loads the model without them",
+            stacklevel=3,
+        )
+    for layer in layers:
+        layer.requires_grad_(False)
 
 
 def _only_document(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import torch
 from . import ckpt, parallel, watchdog
 from .backend import Metrics, mean_of
 from .batch import Batch, pack, packed_row, pad, split
-from .errors import expect
 from .files import IGNORE_INDEX, replacing
 from .loss_tokens import Logits
 from .trainer_events import Numbers
@@ -74,11 +73,6 @@ def inputs_of(backend: Any, batch: Batch) -> dict[str, Any]:
     this context-parallel rank's part of the tokens. batch: the whole micro-batch, on every pipeline
     stage, because it has the borders of packed documents."""
     watchdog.alive()
-    expect(
-        backend.model.claim is backend.claim,
-        "another trainer or Session was made of this model later, and has its gradients: use that "
-        "one, or make this one anew",
-    )
     if "cu_seqlens" in batch and "packed_seq_params" not in batch:
         params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
         batch = {**batch, "packed_seq_params": params}

@@ -234,9 +234,11 @@ class Evaluator:
 
 
 def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
-    """The mean of each metric, by its name with a prefix: {"<prefix>_<metric>": mean}; of a loss
-    that counts nothing NaN. numbers: Numbers (sums and counts of metrics)."""
-    return {f"{prefix}_{key}": value for key, value in numbers.means(float("nan")).items()}
+    """The mean of each metric that counts anything, by its name with a prefix:
+    {"<prefix>_<metric>": mean}. numbers: Numbers (sums and counts of metrics)."""
+    return {
+        f"{prefix}_{key}": value for key, value in numbers.means(None).items() if value is not None
+    }
 
 
 def _check_documents(batch: Batch, numbers: list[int], per_sample: int) -> None:

@@ -126,7 +126,7 @@ def test_one_side_of_a_tied_embedding_is_not_merged_into_both(saved, tmp_path):
                     parameter.add_(0.1 * torch.randn_like(parameter))
         model.save_pretrained(tmp_path / f"adapter{is_tied}")
     code, _, error = convert(path, tmp_path / "one", "--merge", tmp_path / "adapterFalse")
-    assert code == 2 and "the embedding is the head in this model" in error
+    assert code == 2 and "the embedding is also the head" in error
     code, _, error = convert(path, tmp_path / "both", "--merge", tmp_path / "adapterTrue")
     assert code == 0, error
     got = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both"))
@@ -195,7 +195,7 @@ def test_what_cannot_be_merged_is_refused(sharded_base, tmp_path):
         (shallow, "out2", adapter, "another model: it is for 30 weights"),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
         (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
-        (tied, "out7", tmp_path / "parted", "the embedding is the head"),
+        (tied, "out7", tmp_path / "parted", "the embedding is also the head"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
         (path, "out5", tmp_path / "cut", f"lacks {gone}"),
         (path, "full", adapter, "is not empty"),

@@ -210,8 +210,12 @@ def metrics_and_refusals(folder: str) -> dict:
     session.discard()
     dropping = session_tools.new_session(folder, attention_dropout=0.1)
     found["dropout"] = refusal(dropping.forward_backward, short, "ppo")
-    of_run = PolicyConfig(name="ppo"), dropping.args
-    found["dropout of a run"] = refusal(PolicyTrainer, dropping.model, *of_run)
+    for name, more in (("dropout of a run", dict(old_logp=-1.0)), ("one pass", {})):
+        data = [short[0] | more] * 2
+        run = PolicyTrainer(
+            dropping.model, PolicyConfig(name="ppo"), dropping.args, train_dataset=data
+        )
+        found[name] = refusal(run.get_train_dataloader)
     return found
 
 
@@ -246,6 +250,7 @@ def test_metrics_a_registered_row_and_refusals(oracle):
         "dropout of a run": "attention_dropout 0.1: ppo compares log-probabilities of two passes",
     }
     assert not {name: found[name] for name in words if words[name] not in found[name]}
+    assert found["one pass"] == ""
 
 
 def norms_of_balancing(folder: str) -> dict[str, list[float]]:

@@ -6,6 +6,7 @@ import functools
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,7 @@ def refusals(folder: str) -> dict:
     endless = dict(lr=math.inf, max_grad_norm=math.inf)
     found["lr"] = session_tools.refusal(session.optim_step, **endless)
     found["a text"] = session_tools.refusal(session.optim_step, lr="1e-4")
+    found["numpy"] = session_tools.refusal(session.optim_step, lr=np.float32(-1))
     session.forward_backward_custom([good], weighted_sum, last=True)
     found["after the last"] = add()
     found["denominators"] = session_tools.refusal(session.optim_step)
@@ -140,6 +142,7 @@ def test_wrong_calls_are_refused_in_words(oracle):
         "betas": "betas: expected two numbers from 0 to below 1, got (0.9, 1.0)",
         "lr": "lr: expected a number of 0 or more, got inf",
         "a text": "lr: expected a number of 0 or more, got '1e-4'",
+        "numpy": "lr: expected a number of 0 or more, got np.float32(-1.0)",
         "after the last": "forward_backward after last=True",
         "denominators": "one update has one denominator",
         "discarded": "call forward_backward first",
@@ -330,7 +333,7 @@ def continued(folder: str, out: str, keys: dict) -> list:
             pair.append((norm, torch.cat(session.log_probs(samples)).tolist()))
         found.append(pair)
     first.save(f"{out}/weights", with_optimizer=False)
-    assert "load it with_optimizer=False" in session_tools.refusal(second.load, f"{out}/weights")
+    assert "pass with_optimizer=False" in session_tools.refusal(second.load, f"{out}/weights")
     second.forward_backward(samples, "cross_entropy")
     second.optim_step(**session_tools.UPDATE)
     second.load(f"{out}/weights", with_optimizer=False)

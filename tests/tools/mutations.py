@@ -292,7 +292,7 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "two precisions of a teacher share its rows",
-        'identity["teacher"] = hash_of([files, self.backend.precision])',
+        'identity["teacher"] = hash_of([files, self.backend.precision, self.args.fp8])',
         'identity["teacher"] = hash_of([files])',
         "test_distill_cache.py"
         "::test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_teacher",
