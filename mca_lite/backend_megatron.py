@@ -82,7 +82,7 @@ class MegatronBackend(Backend):
         self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
-        self.claim = models.claim = object()  # of the gradients' buffers
+        self.claim = models.claim = object()  # who has its gradient buffers
         self._may_rest = False  # True if any rank has parameters that may rest
         self._rests: set[int] = set()  # kinds that the next update skips
         self._accumulate_in_place(models)

@@ -293,8 +293,8 @@ class ObjectiveConfig:
 
 
 def expect_another(model: Any, other: Any, what: str) -> None:
-    """Raise ValueError if a model that scores samples is the trained one, which would be frozen.
-    other: the model that scores. what: its role, for the message."""
+    """Raise ValueError if a reference model or teacher, `other`, is the trained model itself: it is
+    frozen to score samples, so nothing would be trained. what: its role, for the message."""
     expect(
         model is not other,
         f"{what} is the trained model itself, which would be frozen: load it once more",

@@ -216,8 +216,9 @@ class Session:
     sample.
 
     Call each method on every rank, with the same arguments; only with own=True may samples differ.
-    No pass runs layers for multi-token prediction. They are frozen, with a warning, unless
-    `backend` is given: load the model again to train them."""
+    No pass runs layers for multi-token prediction. They are frozen, with a warning: load the model
+    again to train them. If `backend` is given they stay as they are, and ValueError is raised if a
+    pass with gradients finds them trained."""
 
     def __init__(
         self,
@@ -365,6 +366,11 @@ class Session:
         self.backend.expect_here("a pass", *_ALL if trains else ("model",))
         if trains:
             check_dropout(self.model, self.backend.finetuning, loss)
+            expect(
+                not _trained_predictions(self.model),
+                "layers for multi-token prediction are trained by this Session's backend, and have "
+                "no part in its losses: freeze them before it is made, or set mtp_num_layers: 0",
+            )
             self._need_optimizer()
         call = self._agreed(samples, loss, own, refuses_more, repr((loss, trains, last, own)))
         if routes is None and any("routes" in document for document in call.documents):
@@ -396,8 +402,8 @@ class Session:
         return Output(logps, numbers.means(), sums)
 
     def _inputs_of(self, batch: Batch) -> dict[str, Any]:
-        """The model's keyword arguments for an arranged micro-batch, as inputs_of() of step.py
-        makes them; with multi-token prediction, without the targets of its layers."""
+        """Make the model's keyword arguments for a micro-batch, as inputs_of() of step.py does, but
+        with plain labels, so that layers for multi-token prediction do not run."""
         inputs = inputs_of(self.backend, batch)
         inputs["labels"] = getattr(inputs["labels"], "labels", inputs["labels"])
         return inputs
@@ -637,15 +643,21 @@ class Session:
 def _freeze_predictions(model: Any) -> None:
     """Freeze a model's layers for multi-token prediction, in place, with a warning: they would have
     no gradient, and weight decay alone would change them."""
-    layers = [chunk.mtp for chunk in model.children() if hasattr(chunk, "mtp")]
-    if any(p.requires_grad for layer in layers for p in layer.parameters()):
+    trained = _trained_predictions(model)
+    if trained:
         warnings.warn(
             "the model's layers for multi-token prediction have no part in a Session: they are "
             "frozen now; mtp_num_layers: 0 loads the model without them",
             stacklevel=3,
         )
-    for layer in layers:
-        layer.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(False)
+
+
+def _trained_predictions(model: Any) -> list[torch.nn.Parameter]:
+    """The trained parameters in a model's layers for multi-token prediction."""
+    layers = [chunk.mtp for chunk in model.children() if hasattr(chunk, "mtp")]
+    return [p for layer in layers for p in layer.parameters() if p.requires_grad]
 
 
 def _only_document(sample: Mapping[str, Any]) -> dict[str, Any]:

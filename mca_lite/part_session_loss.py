@@ -183,10 +183,10 @@ class SampleLoss:
         return ["loss", *self.loss.metrics]
 
     def _arrange(self, batch: Batch) -> Batch:
-        """Arrange a collated batch for the model. Adds "ends": self.ends, or for each document of
-        the batch at which number its trained tokens begin and end; "answers", the number of samples
-        with a label; and unless self.ends is given "token_number" [rows, s], which numbers trained
-        tokens (-1: no label)."""
+        """Put a collated batch's documents into rows, and add columns: "token_number" [rows, s],
+        unless self.ends is given: the trained tokens in order from 0, and -1 where there is no
+        label; "ends": self.ends, or the numbers at which each document begins and the last one
+        ends; "answers": how many samples have a label."""
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(

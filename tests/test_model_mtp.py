@@ -846,6 +846,23 @@ def of_a_session(path: str, count: int, keys: dict) -> tuple:
     return found, norms, max(changes, default=0.0)
 
 
+def of_a_given_backend(path: str, count: int) -> str:
+    from mca_lite import AutoModel, Session
+    from mca_lite.backend_megatron import MegatronBackend
+
+    args = arguments(mtp_num_layers=count)
+    model = AutoModel.from_pretrained(path, args)
+    session = Session(model, args, backend=MegatronBackend(model, args))
+    samples = [dict(input_ids=[1, 2], labels=[2, 3])]
+    session.log_probs(samples)
+    return refusal(session.forward_backward, samples, "cross_entropy")
+
+
+def test_a_session_refuses_to_train_beside_trained_extra_layers_of_a_given_backend(path):
+    [said] = world.run(of_a_given_backend, 1, path, COUNT)
+    assert "layers for multi-token prediction are trained by this Session's backend" in said
+
+
 @pytest.mark.parametrize("keys", [{}, PP2], ids=["one", "pp2"])
 def test_a_session_trains_a_model_without_its_extra_layers(path, keys):
     ranks = 2 if keys else 1
