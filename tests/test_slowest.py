@@ -81,7 +81,9 @@ def train_with_a_slow_rank(path: str, out: str, cases: dict, sleep_s: float) -> 
     return answers
 
 
-TORCH = dict(backend="torch")
+# the line of steps 3 and 4: DDP joins its buckets anew in the second forward pass, where the other
+# rank waits for the slow one, in the phase that is counted
+TORCH = dict(backend="torch", steps=4)
 CASES = {
     "data": (1, "data", {}),
     "data of rank 0": (0, "data", {}),
